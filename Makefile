@@ -15,7 +15,7 @@ HAS_HOPPER = nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2> /dev/nu
 export PIP_COMPILE := 0
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help speedrun hopper lab lesson test export clean readme docs preview quarto notebooks exported FORCE
+.PHONY: help speedrun hopper lab lesson confirm test export clean readme docs preview quarto notebooks exported FORCE
 .NOTPARALLEL:
 
 help: ## list these targets
@@ -23,7 +23,7 @@ help: ## list these targets
 	@echo; echo 'Each makes .venv on its first run and installs what it needs there. Variables:'
 	@echo '  PYTHON=python3.12        the Python to make .venv from (3.10 or newer)'
 	@echo '  TORCH="torch==2.13.0"    the torch to install, any pip requirement'
-	@echo '  ARGS="--help"            arguments for speedrun_train, or for JupyterLab'
+	@echo '  ARGS="--help"            arguments for speedrun_train, for make confirm, or for JupyterLab'
 	@echo '  RESET=10_tf32            a lesson that make lab puts back as it was; your copy is kept'
 	@echo '  LESSON_CORPUS=folder     what make lesson trains on: tokens as speedrun_data leaves them'
 
@@ -56,6 +56,9 @@ lesson: $(READY) ## train 124m on real text, FineWeb-Edu unless told otherwise, 
 	echo 'Running nbs/7_using_a_model/73_finale.ipynb, without a word until it is over.'; \
 	LESSON_CORPUS="$$corpus" $(BIN)/python tests/run_notebook.py nbs/7_using_a_model/73_finale.ipynb runs/lesson.ipynb || exit 1; \
 	echo 'The story is in runs/lesson.ipynb: open it with $(BIN)/jupyter lab runs/lesson.ipynb'
+
+confirm: $(READY) hopper ## measure again what the site says, in ten minutes on a Hopper GPU, and hold it against the records
+	@$(BIN)/python tests/confirm.py $(ARGS)
 
 # Where `exported` fails it has rewritten files, and the tests would be of what nobody has looked at: it goes first, and ends all. A
 # notebook that fails ends nothing: pytest runs too, and lists it once more. The last line is pytest's.

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/source/benchmarks/confirm.ipynb #f246ae87
-import json, math, subprocess
+# %% ../../nbs/source/benchmarks/confirm.ipynb #3145a976
+import json, math, shutil, subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -17,8 +17,9 @@ from .speed_run import WITHOUT, SpeedRun, clone_folder, named, own_lists, run_fa
 from ..io_utils import InputError, RunError, python_command, read_json, replace_file
 from ..measure import load_records, machine, table
 from ..model_config import workload
+from ..step_builder import free_memory
 
-# %% ../../nbs/source/benchmarks/confirm.ipynb #808d8be8
+# %% ../../nbs/source/benchmarks/confirm.ipynb #8794c096
 def records_of(folder): # of records
     "Return the records of steps of the front page, or else of single races"
     for kind in ("headline", "peers"):
@@ -32,7 +33,7 @@ def record_for(records, r): # a record that was measured now
     if r["gpu"] == "CPU": same = [o for o in same if o["gpu"] == "CPU"]
     return next((o for o in same if o["gpu"] == r["gpu"]), same[0] if same else None)
 
-# %% ../../nbs/source/benchmarks/confirm.ipynb #e513541c
+# %% ../../nbs/source/benchmarks/confirm.ipynb #d9abbd6a
 SPARE = .03 # of a speedup, and of a step
 SPARE_TOK_S = .06 # of tokens per second, which depend on the single card and its power
 YES, NO, OPEN = "confirmed", "not confirmed", "no record"
@@ -47,14 +48,19 @@ class Line:
     why: str = ""
     rung: str = "" # that it is about
 
-def judged(what, now, recorded, spare=SPARE, two_sided=True, **kw): # lists of median, low, high
-    "Return the `Line`: whether the median of `now` lies in the recorded range, with `spare` of it to spare"
+def judged(what, now, recorded, # lists of median, low, high
+           spare, # what the median may lie below and above the recorded range
+           **kw): # of the `Line`
+    "Return the `Line`: whether the median of `now` lies in the recorded range"
     if not recorded: return Line(what, now, **kw)
-    low, high = (recorded[i]*(1 + d) for i, d in ((1, -spare), (2, spare)))
-    if now[0] > high and two_sided: verdict, why = NO, "higher than on record"
-    elif now[0] >= low: verdict, why = YES, "" # not so of NaN
+    if now[0] > recorded[2] + spare[1]: verdict, why = NO, "higher than on record"
+    elif now[0] >= recorded[1] - spare[0]: verdict, why = YES, "" # not so of NaN
     else: verdict, why = NO, "lower than on record"
     return Line(what, now, recorded, verdict, why, **kw)
+
+def parts(recorded, spare): # a list of median, low, high, or None
+    "Return what is to spare on both sides of a range that is a factor"
+    return recorded and [spare*x for x in recorded[1:]]
 
 def speedup_over(r): # a record
     "Return how many times as fast as the contender `fastest` is: median, 10th and 90th percentile"
@@ -63,17 +69,18 @@ def speedup_over(r): # a record
 def speed_lines(found, records): # of a `SpeedRun`; of the course
     "Return the `Line`s on tokens per second, and on the speedup over each rival and other list of ours"
     lines = []
-    for r in found:
+    for r in sorted(found, key=lambda r: r["rung"] != "fastest"):
         old = record_for(records, r)
         if r["rung"] == "fastest":
             same = old and old["gpu"] == r["gpu"] and [old["tok_s"], *(old["tok_s"]*old["ms"]/old[k] for k in ("ms_p80", "ms_p20"))]
             now = [r["tok_s"], *(r["tok_s"]*r["ms"]/r[k] for k in ("ms_p80", "ms_p20"))]
-            lines.append(judged("fastest, tokens/s", now, same or None, SPARE_TOK_S))
+            lines.append(judged("fastest, tokens/s", now, same or None, parts(same, SPARE_TOK_S)))
         elif not r["rung"].startswith(WITHOUT):
-            lines.append(judged(f"fastest over {r['rung']}", speedup_over(r), old and speedup_over(old)))
+            was = old and speedup_over(old)
+            lines.append(judged(f"fastest over {r['rung']}", speedup_over(r), was, parts(was, SPARE)))
     return lines
 
-# %% ../../nbs/source/benchmarks/confirm.ipynb #d8ac5989
+# %% ../../nbs/source/benchmarks/confirm.ipynb #fe5d5c5f
 def pace(found, records): # as for `speed_lines`
     "Return how many times as long steps take here as on record: the median over rivals, without any the lowest of our lists"
     pairs = [(r["rung"], r["ms"]/old["ms"]) for r in found if (old := record_for(records, r))]
@@ -92,13 +99,10 @@ def rung_lines(found, records): # as for `speed_lines`
         old, rung = record_for(records, r), r["rung"].removeprefix(WITHOUT)
         step = x*old["ms_of_fastest"] if old else r["ms_of_fastest"]
         now, was = saving(r, step), old and saving(old, old["ms_of_fastest"])
-        one = lambda o: [1 + v for v in o] # so that what is to spare is a part of the step
-        line = judged(f"{rung} saves, of a step", one(now), was and one(was), two_sided=False, rung=rung)
-        line.now, line.recorded = now, was
-        lines.append(line)
+        lines.append(judged(f"{rung} saves, of a step", now, was, (SPARE, math.inf), rung=rung))
     return lines
 
-# %% ../../nbs/source/benchmarks/confirm.ipynb #e88b836d
+# %% ../../nbs/source/benchmarks/confirm.ipynb #329f0df3
 AGREE = dict(first_loss=.01, grad_norm=.05, early_loss=.1) # nats, a ratio, nats after a few updates
 
 def readings(r): # a record
@@ -124,22 +128,23 @@ def loss_lines(found): # as for `speed_lines`
         lines.append(Line(what, r["losses"], None, NO if why else YES, why, rung if why else ""))
     return lines
 
-# %% ../../nbs/source/benchmarks/confirm.ipynb #78b666ee
+# %% ../../nbs/source/benchmarks/confirm.ipynb #19bb3a91
 def guilty(lines, lists=None): # `Line`s; name -> rungs, by default `own_lists`
     "Return the rungs that lines blame, without those that are blamed for what builds on them"
-    lists = lists or own_lists()
+    lists = own_lists() if lists is None else lists
     whole = {*lists.get("fastest", ())}
     out = {o.rung: whole - {*lists.get(f"{WITHOUT}{o.rung}", whole - {o.rung})} for o in lines if o.rung and o.verdict == NO}
     return [k for k, s in out.items() if not any(o < s for o in out.values())]
 
-# %% ../../nbs/source/benchmarks/confirm.ipynb #2a22a345
+# %% ../../nbs/source/benchmarks/confirm.ipynb #4de4baa5
 CLEARLY = .01 # nats
 RACE = "from llm_speedrun.cli import speedrun_race; speedrun_race()"
 
 def race_words(out, data, minutes, clone): # folder, corpus, minutes of training for each, folder of nanoGPT
-    "Return the options of the race"
-    return ["--run", "ours: ", "--peer", f"nanogpt={clone}", "--out", str(out), "--data", str(data), "--minutes", f"{minutes:g}",
-            "--num_evals", "4"]
+    "Return the options of the race. On a CPU steps have few tokens, so that there is time for enough of them"
+    ours, theirs = ("", "") if torch.cuda.is_available() else ("--step_tokens 512 --micro_batch_size 8", ":batch=512")
+    return ["--run", f"ours: {ours}", "--peer", f"nanogpt={clone}{theirs}", "--out", str(out), "--data", str(data),
+            "--minutes", f"{minutes:g}", "--num_evals", "2"]
 
 def run_race(words, out):
     "Race in a process of its own. Returns the content of `race.json`. Raises `RunError`"
@@ -154,7 +159,7 @@ def race_line(race): # content of `race.json`
     why = "" if losses[0] < losses[1] - CLEARLY else "ours isn't lower"
     return Line(f"loss below nanoGPT's after {race['clock']:g} s on {Path(race['data']).name}", losses, None, NO if why else YES, why)
 
-# %% ../../nbs/source/benchmarks/confirm.ipynb #31b0d225
+# %% ../../nbs/source/benchmarks/confirm.ipynb #3aada956
 RIVALS = "nanogpt", "nanochat"
 
 def clone_at(adapter, folder): # an `Adapter` with a clone; of the clone, which isn't there
@@ -179,27 +184,28 @@ def rivals_in(folder, offline, log_info=print): # of clones, which may not exist
         try:
             if not path.exists() and not offline: log_info(f"cloning {a.clone}"); clone_at(a, path)
             why = wrong_clone(a, path) if path.exists() else f"{path} isn't there"
-        except RunError as e: why = str(e); path.rename(path.with_name(f"{path.name}.failed"))
+        except RunError as e: why = str(e); shutil.rmtree(path, ignore_errors=True)
         if why: wrong[name] = why
     return wrong
 
-# %% ../../nbs/source/benchmarks/confirm.ipynb #75f4f873
+# %% ../../nbs/source/benchmarks/confirm.ipynb #9b17b2f1
 ON_GPU = "fastest16 nanogpt compile_flash4 rungs fastest-installed transformers nanochat".split()
 ON_CPU = "fastest16 nanogpt compile_blocks rungs".split()
 
 def measure_again(out, rivals, wrong, seconds): # folder, of clones, of `rivals_in`, for all of it
-    "Measure as many contenders as there is time for. Returns the `SpeedRun`"
+    "Measure as many contenders as there is time for. Returns the `SpeedRun`, and name -> why it wasn't measured"
     gpu = torch.cuda.is_available()
     run = SpeedRun(Path(out)/"steps.json", workload("124m" if gpu else "tiny"), 64 if gpu else 2, *((8, 3) if gpu else (2, 1)),
                    seconds=seconds, rivals=rivals)
-    run.failed |= wrong
     todo = run.measure_all(k for k in named(ON_GPU if gpu else ON_CPU) if k not in wrong)
-    run.failed |= {k: "not reached in time" for k in todo}
-    return run
+    return run, wrong | run.failed | {k: "not reached in time" for k in todo}
 
-def lines_of(found, records, race=None): # of a `SpeedRun`; of the course; content of `race.json`
-    "Return all `Line`s"
-    return speed_lines(found, records) + rung_lines(found, records) + loss_lines(found) + ([race_line(race)] if race else [])
+def lines_of(found, records, race=None, # of a `SpeedRun`; of the course; content of `race.json`
+             failed={}): # name -> error of a contender
+    "Return all `Line`s. A list of ours that can't be measured contradicts the records; a rival is only left out"
+    own = {k: why for k, why in failed.items() if k in own_lists()}
+    ran = [Line(f"{k} runs", [], None, NO, why, k.removeprefix(WITHOUT) if WITHOUT in k else "") for k, why in own.items()]
+    return speed_lines(found, records) + rung_lines(found, records) + loss_lines(found) + ran + ([race_line(race)] if race else [])
 
 def outcome(lines, lists=None): # `Line`s; as for `guilty`
     "Return a sentence, and the exit status: 0 where nothing contradicts the records, 1 where something does, 3 where nothing was compared"
@@ -226,18 +232,19 @@ def confirm(out, # folder to work in
     "Measure again, print each number next to its record, and write `confirm.json`. Returns the exit status"
     wrong = rivals_in(rivals or Path(out)/"rivals", rivals is not None)
     kept = 60*2.6*race_minutes # a race starts two processes, which compile
-    run = measure_again(out, rivals or Path(out)/"rivals", wrong, 60*minutes - kept)
-    run.anchor, race = None, None
+    run, missing = measure_again(out, rivals or Path(out)/"rivals", wrong, 60*minutes - kept)
+    run.anchor, race = None, None # the race needs the memory
+    free_memory()
     if race_minutes and "nanogpt" not in wrong:
         clone = clone_folder(CLONED["nanogpt"], run.rivals)
         try: race = run_race(race_words(Path(out)/"race", data, race_minutes, clone), Path(out)/"race")
-        except RunError as e: run.failed["race"] = str(e)
-    elif race_minutes: run.failed["race"] = wrong["nanogpt"]
-    lines = lines_of(run.records, records_of(records), race)
+        except RunError as e: missing["race"] = str(e)
+    elif race_minutes: missing["race"] = wrong["nanogpt"]
+    lines = lines_of(run.records, records_of(records), race, run.failed)
     said, status = outcome(lines)
-    replace_file(Path(out)/"confirm.json", json.dumps(dict(outcome=said, status=status, lines=[*map(asdict, lines)], missing=run.failed, records=run.records,
+    replace_file(Path(out)/"confirm.json", json.dumps(dict(outcome=said, status=status, lines=[*map(asdict, lines)], missing=missing, records=run.records,
                  race=race, **machine(), **run.facts), indent=1) + "\n")
     print(f"\n{lines_table(lines)}\n")
-    for k, why in run.failed.items(): print(f"{k} wasn't measured: {why}")
+    for k, why in missing.items(): print(f"{k} wasn't measured: {why}")
     print(f"{said} Attach {Path(out)/'confirm.json'} to an issue, whatever it says.")
     return status

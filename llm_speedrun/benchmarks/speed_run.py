@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/source/benchmarks/speed_run.ipynb #85c3b2b7
+# %% ../../nbs/source/benchmarks/speed_run.ipynb #a3d0141b
 import json, math, statistics, subprocess, time, uuid
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +24,7 @@ from ..timing import Measured, summarize, take_turns
 from ..train.metrics import read_rows
 from ..train.presets import presets, without_rung
 
-# %% ../../nbs/source/benchmarks/speed_run.ipynb #9ae213bf
+# %% ../../nbs/source/benchmarks/speed_run.ipynb #c83db13d
 QUACK = {"epilogues", "fp8_epilogues", "fused_ce"} # rungs with its kernels
 LEFT_OUT = dict(installed={"flash4"} | QUACK, flash4=QUACK, quack={"flash4"})
 WITHOUT = "fastest-without-"
@@ -37,7 +37,7 @@ def own_lists():
     fastest = rung_specs(found["fastest"])
     return found | more | {f"{WITHOUT}{s.name}": [o.name for o in without_rung(fastest, s.name)] for s in fastest}
 
-# %% ../../nbs/source/benchmarks/speed_run.ipynb #3dca901e
+# %% ../../nbs/source/benchmarks/speed_run.ipynb #651bbb87
 HEADLINE = ("fastest16 fastest-installed nanogpt compile_flash4 transformers_liger_compile nanochat compile_whole "
             "nanogpt_tensorwise nanochat_own_step nanochat_flash4 fastest16-installed transformers nanochat_fp8 "
             "transformers_compile compile_chunker compile_tensorwise transformers_fp8 transformers_hopper "
@@ -48,12 +48,12 @@ def named(names): # of contenders; "headline" stands for `HEADLINE`, "rungs" for
     groups = dict(headline=HEADLINE, rungs=[k for k in own_lists() if k.startswith(WITHOUT)])
     return [*dict.fromkeys(n for name in names for n in groups.get(name, [name]))]
 
-# %% ../../nbs/source/benchmarks/speed_run.ipynb #099d2afa
+# %% ../../nbs/source/benchmarks/speed_run.ipynb #a1a503f8
 def clone_folder(adapter, # an `Adapter` with a clone
                  rivals): # folder of clones, or None
     "Return the folder of an adapter's clone among `rivals`, None where it isn't there"
     name = adapter.clone.rpartition("/")[2]
-    found = [p for n in (name, name.lower()) if rivals and (p := Path(rivals)/n).is_dir()]
+    found = [p for n in (name, name.lower()) if rivals and name and (p := Path(rivals)/n).is_dir()]
     return found[0] if found else None
 
 def contestant(name, # of one of `own_lists`, or a key of `PEERS`
@@ -63,7 +63,7 @@ def contestant(name, # of one of `own_lists`, or a key of `PEERS`
     setup, a = peers.peer(name, clone_folder(peers.PEERS[name], rivals) if name in peers.PEERS else None), peers.PEERS[name]
     return setup, a.tokens
 
-# %% ../../nbs/source/benchmarks/speed_run.ipynb #f5fd2dcc
+# %% ../../nbs/source/benchmarks/speed_run.ipynb #9b59a8bf
 PACKAGES = "torchao liger-kernel transformers flash-attn-4 quack-kernels bitsandbytes numpy".split()
 
 def tree_commit(root=None): # folder of the checkout, by default this package's
@@ -80,7 +80,7 @@ def run_facts(run=""): # its name, by default a new one
 
 SAME = "gpu card torch triton commit packages".split() # of all records of a run
 
-# %% ../../nbs/source/benchmarks/speed_run.ipynb #6e43ae45
+# %% ../../nbs/source/benchmarks/speed_run.ipynb #c48fa6bb
 @dataclass
 class SpeedRun:
     "Contenders that take turns with `fastest`, pair after pair, saved as they go"
@@ -147,6 +147,7 @@ class SpeedRun:
             name = todo.pop(0)
             try: self.log_info(pair_line(self.measure(name)))
             except Exception as e:
+                if self.anchor is None: name, todo = "fastest", [] # without it there is nothing to measure
                 self.failed[name] = f"{type(e).__name__}: {str(e).strip():.500}"
                 self.log_info(f"{name} is left out: {self.failed[name]}")
             if "_dynamo" in vars(torch): torch._dynamo.reset()
@@ -164,7 +165,7 @@ def pair_line(r): # a record of `SpeedRun.measure`
             f"fastest is {1/r['ratio']:.3f}x ({1/r['ratio_p90']:.3f} to {1/r['ratio_p10']:.3f}) at "
             f"{r['ms_of_fastest']:.2f} ms; attention: {r['attention'] or 'not fused'}")
 
-# %% ../../nbs/source/benchmarks/speed_run.ipynb #0d9638ab
+# %% ../../nbs/source/benchmarks/speed_run.ipynb #02c70570
 TRAIN = "from llm_speedrun.cli import speedrun_train; speedrun_train()"
 
 def late_stretches(rows): # of `metrics.jsonl`
