@@ -67,4 +67,4 @@ def test_confirm(speedrun):
     "`make confirm` measures with those kernels, and takes options"
     code, said, noted = speedrun("9.0\\n", target="confirm", args="--rivals clones")
     assert (code, noted) == (0, [INSTALL, "python tests/confirm.py --rivals clones"])
-    assert speedrun("8.9\\n", target="confirm")[2][-1] == "python tests/confirm.py "
+    assert speedrun("8.9\\n", target="confirm")[2][-1] == "python tests/confirm.py"

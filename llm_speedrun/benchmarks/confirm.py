@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/source/benchmarks/confirm.ipynb #3145a976
+# %% ../../nbs/source/benchmarks/confirm.ipynb #fef4b956
 import json, math, shutil, subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,13 +13,13 @@ from statistics import median
 import torch
 from .adapters import CLONED, source_of
 from .peers import PEERS
-from .speed_run import WITHOUT, SpeedRun, clone_folder, named, own_lists, run_facts
-from ..io_utils import InputError, RunError, python_command, read_json, replace_file
+from .speed_run import WITHOUT, SpeedRun, clone_folder, named, own_lists
+from ..io_utils import RunError, python_command, read_json, replace_file
 from ..measure import load_records, machine, table
 from ..model_config import workload
 from ..step_builder import free_memory
 
-# %% ../../nbs/source/benchmarks/confirm.ipynb #8794c096
+# %% ../../nbs/source/benchmarks/confirm.ipynb #8e602754
 def records_of(folder): # of records
     "Return the records of steps of the front page, or else of single races"
     for kind in ("headline", "peers"):
@@ -33,7 +33,7 @@ def record_for(records, r): # a record that was measured now
     if r["gpu"] == "CPU": same = [o for o in same if o["gpu"] == "CPU"]
     return next((o for o in same if o["gpu"] == r["gpu"]), same[0] if same else None)
 
-# %% ../../nbs/source/benchmarks/confirm.ipynb #d9abbd6a
+# %% ../../nbs/source/benchmarks/confirm.ipynb #8a3f51e3
 SPARE = .03 # of a speedup, and of a step
 SPARE_TOK_S = .06 # of tokens per second, which depend on the single card and its power
 YES, NO, OPEN = "confirmed", "not confirmed", "no record"
@@ -80,7 +80,7 @@ def speed_lines(found, records): # of a `SpeedRun`; of the course
             lines.append(judged(f"fastest over {r['rung']}", speedup_over(r), was, parts(was, SPARE)))
     return lines
 
-# %% ../../nbs/source/benchmarks/confirm.ipynb #fe5d5c5f
+# %% ../../nbs/source/benchmarks/confirm.ipynb #22dd8970
 def pace(found, records): # as for `speed_lines`
     "Return how many times as long steps take here as on record: the median over rivals, without any the lowest of our lists"
     pairs = [(r["rung"], r["ms"]/old["ms"]) for r in found if (old := record_for(records, r))]
@@ -102,7 +102,7 @@ def rung_lines(found, records): # as for `speed_lines`
         lines.append(judged(f"{rung} saves, of a step", now, was, (SPARE, math.inf), rung=rung))
     return lines
 
-# %% ../../nbs/source/benchmarks/confirm.ipynb #329f0df3
+# %% ../../nbs/source/benchmarks/confirm.ipynb #2082ce31
 AGREE = dict(first_loss=.01, grad_norm=.05, early_loss=.1) # nats, a ratio, nats after a few updates
 
 def readings(r): # a record
@@ -128,7 +128,7 @@ def loss_lines(found): # as for `speed_lines`
         lines.append(Line(what, r["losses"], None, NO if why else YES, why, rung if why else ""))
     return lines
 
-# %% ../../nbs/source/benchmarks/confirm.ipynb #19bb3a91
+# %% ../../nbs/source/benchmarks/confirm.ipynb #bdea88f3
 def guilty(lines, lists=None): # `Line`s; name -> rungs, by default `own_lists`
     "Return the rungs that lines blame, without those that are blamed for what builds on them"
     lists = own_lists() if lists is None else lists
@@ -136,7 +136,7 @@ def guilty(lines, lists=None): # `Line`s; name -> rungs, by default `own_lists`
     out = {o.rung: whole - {*lists.get(f"{WITHOUT}{o.rung}", whole - {o.rung})} for o in lines if o.rung and o.verdict == NO}
     return [k for k, s in out.items() if not any(o < s for o in out.values())]
 
-# %% ../../nbs/source/benchmarks/confirm.ipynb #4de4baa5
+# %% ../../nbs/source/benchmarks/confirm.ipynb #dd424329
 CLEARLY = .01 # nats
 RACE = "from llm_speedrun.cli import speedrun_race; speedrun_race()"
 
@@ -159,7 +159,7 @@ def race_line(race): # content of `race.json`
     why = "" if losses[0] < losses[1] - CLEARLY else "ours isn't lower"
     return Line(f"loss below nanoGPT's after {race['clock']:g} s on {Path(race['data']).name}", losses, None, NO if why else YES, why)
 
-# %% ../../nbs/source/benchmarks/confirm.ipynb #3aada956
+# %% ../../nbs/source/benchmarks/confirm.ipynb #32c81904
 RIVALS = "nanogpt", "nanochat"
 
 def clone_at(adapter, folder): # an `Adapter` with a clone; of the clone, which isn't there
@@ -188,7 +188,7 @@ def rivals_in(folder, offline, log_info=print): # of clones, which may not exist
         if why: wrong[name] = why
     return wrong
 
-# %% ../../nbs/source/benchmarks/confirm.ipynb #9b17b2f1
+# %% ../../nbs/source/benchmarks/confirm.ipynb #b6a88802
 ON_GPU = "fastest16 nanogpt compile_flash4 rungs fastest-installed transformers nanochat".split()
 ON_CPU = "fastest16 nanogpt compile_blocks rungs".split()
 

@@ -54,15 +54,15 @@ class AutoChunker(PlainCompile):
     def __init__(self): super().__init__(whole="yes")
 
     def step_missing(self):
-        from torch._inductor import config
-        missing = "" if hasattr(config, "auto_chunker") else f"torch {torch.__version__} has no auto-chunker"
+        from llm_speedrun.compat import inductor_config
+        missing = "" if hasattr(inductor_config, "auto_chunker") else f"torch {torch.__version__} has no auto-chunker"
         return missing or super().step_missing()
 
     def step(self, config, path):
-        from torch._inductor import config as inductor
+        from llm_speedrun.compat import inductor_config
         peer = super().step(config, path)
         chunked = {"auto_chunker.enable": True, "auto_chunker.amplify_ratio_threshold": 4} # 1b's head is at 6
-        peer.step, peer.source = inductor.patch(chunked)(peer.step), f"{peer.source}, auto_chunker"
+        peer.step, peer.source = inductor_config.patch(chunked)(peer.step), f"{peer.source}, auto_chunker"
         return peer
 
 # %% ../../nbs/source/benchmarks/peers.ipynb #25peer25

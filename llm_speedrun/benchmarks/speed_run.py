@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/source/benchmarks/speed_run.ipynb #a3d0141b
+# %% ../../nbs/source/benchmarks/speed_run.ipynb #72a8c6e4
 import json, math, statistics, subprocess, time, uuid
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch
 from . import peers
 from .adapters import source_of
 from ..io_utils import InputError, RunError, python_command, read_json, replace_file
-from ..measure import gpu_uuid, load_records, machine, make_record, version_of
+from ..measure import compiler_imported, gpu_uuid, load_records, machine, make_record, version_of
 from ..model_config import train_flops
 from ..records import code_of
 from ..rung_registry import rung_specs
@@ -24,7 +24,7 @@ from ..timing import Measured, summarize, take_turns
 from ..train.metrics import read_rows
 from ..train.presets import presets, without_rung
 
-# %% ../../nbs/source/benchmarks/speed_run.ipynb #c83db13d
+# %% ../../nbs/source/benchmarks/speed_run.ipynb #ee33b026
 QUACK = {"epilogues", "fp8_epilogues", "fused_ce"} # rungs with its kernels
 LEFT_OUT = dict(installed={"flash4"} | QUACK, flash4=QUACK, quack={"flash4"})
 WITHOUT = "fastest-without-"
@@ -37,7 +37,7 @@ def own_lists():
     fastest = rung_specs(found["fastest"])
     return found | more | {f"{WITHOUT}{s.name}": [o.name for o in without_rung(fastest, s.name)] for s in fastest}
 
-# %% ../../nbs/source/benchmarks/speed_run.ipynb #651bbb87
+# %% ../../nbs/source/benchmarks/speed_run.ipynb #a356f9ad
 HEADLINE = ("fastest16 fastest-installed nanogpt compile_flash4 transformers_liger_compile nanochat compile_whole "
             "nanogpt_tensorwise nanochat_own_step nanochat_flash4 fastest16-installed transformers nanochat_fp8 "
             "transformers_compile compile_chunker compile_tensorwise transformers_fp8 transformers_hopper "
@@ -48,7 +48,7 @@ def named(names): # of contenders; "headline" stands for `HEADLINE`, "rungs" for
     groups = dict(headline=HEADLINE, rungs=[k for k in own_lists() if k.startswith(WITHOUT)])
     return [*dict.fromkeys(n for name in names for n in groups.get(name, [name]))]
 
-# %% ../../nbs/source/benchmarks/speed_run.ipynb #a1a503f8
+# %% ../../nbs/source/benchmarks/speed_run.ipynb #f9ecf0ce
 def clone_folder(adapter, # an `Adapter` with a clone
                  rivals): # folder of clones, or None
     "Return the folder of an adapter's clone among `rivals`, None where it isn't there"
@@ -63,7 +63,7 @@ def contestant(name, # of one of `own_lists`, or a key of `PEERS`
     setup, a = peers.peer(name, clone_folder(peers.PEERS[name], rivals) if name in peers.PEERS else None), peers.PEERS[name]
     return setup, a.tokens
 
-# %% ../../nbs/source/benchmarks/speed_run.ipynb #9b59a8bf
+# %% ../../nbs/source/benchmarks/speed_run.ipynb #6872cc65
 PACKAGES = "torchao liger-kernel transformers flash-attn-4 quack-kernels bitsandbytes numpy".split()
 
 def tree_commit(root=None): # folder of the checkout, by default this package's
@@ -80,7 +80,7 @@ def run_facts(run=""): # its name, by default a new one
 
 SAME = "gpu card torch triton commit packages".split() # of all records of a run
 
-# %% ../../nbs/source/benchmarks/speed_run.ipynb #c48fa6bb
+# %% ../../nbs/source/benchmarks/speed_run.ipynb #99977d63
 @dataclass
 class SpeedRun:
     "Contenders that take turns with `fastest`, pair after pair, saved as they go"
@@ -150,7 +150,7 @@ class SpeedRun:
                 if self.anchor is None: name, todo = "fastest", [] # without it there is nothing to measure
                 self.failed[name] = f"{type(e).__name__}: {str(e).strip():.500}"
                 self.log_info(f"{name} is left out: {self.failed[name]}")
-            if "_dynamo" in vars(torch): torch._dynamo.reset()
+            if compiler_imported(): torch.compiler.reset()
             free_memory()
         return todo
 
@@ -165,7 +165,7 @@ def pair_line(r): # a record of `SpeedRun.measure`
             f"fastest is {1/r['ratio']:.3f}x ({1/r['ratio_p90']:.3f} to {1/r['ratio_p10']:.3f}) at "
             f"{r['ms_of_fastest']:.2f} ms; attention: {r['attention'] or 'not fused'}")
 
-# %% ../../nbs/source/benchmarks/speed_run.ipynb #02c70570
+# %% ../../nbs/source/benchmarks/speed_run.ipynb #e474f49f
 TRAIN = "from llm_speedrun.cli import speedrun_train; speedrun_train()"
 
 def late_stretches(rows): # of `metrics.jsonl`
@@ -192,7 +192,7 @@ def train_speed(run, # a `SpeedRun`
     tokens, seq, model = config["step_tokens"], run.config.seq_len, run.config
     r = make_record(name, Measured([[o] for o in stretches], None, result["start"]["seconds"]), batch=tokens//seq,
                     seq=seq, flops=(train_flops(model), train_flops(model, causal=True)), mfu_peak="bf16", workload=model.name,
-                    dtype="fp8" if "fp8" in rungs else "bf16", rungs=rungs, code=code_of(rungs), measured="training",
+                    dtype="fp8" if "fp8" in rungs else "bf16", rungs=rungs, code=code_of(rungs),
                     seconds=seconds, recipe=config.get("recipe"), data=Path(data).name)
-    run.save(with_ms(r, ms)) # all tokens of the half over all its seconds, in place of the median stretch
+    run.save(with_ms(r, ms) | dict(measured="training")) # all tokens of the half over all its seconds, in place of the median stretch
     return run.find(name, "training")
