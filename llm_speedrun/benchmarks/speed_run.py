@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/source/benchmarks/speed_run.ipynb #72a8c6e4
+# %% ../../nbs/source/benchmarks/speed_run.ipynb #31d35ca3
 import json, math, statistics, subprocess, time, uuid
 from dataclasses import dataclass
 from functools import partial
@@ -18,13 +18,14 @@ from ..io_utils import InputError, RunError, python_command, read_json, replace_
 from ..measure import compiler_imported, gpu_uuid, load_records, machine, make_record, version_of
 from ..model_config import train_flops
 from ..records import code_of
-from ..rung_registry import rung_specs
+from ..recipes.recipe_spec import BEST
+from ..rung_registry import find_rung, rung_specs
 from ..step_builder import free_memory
 from ..timing import Measured, summarize, take_turns
 from ..train.metrics import read_rows
-from ..train.presets import presets, without_rung
+from ..train.presets import PRESETS, presets, without_rung
 
-# %% ../../nbs/source/benchmarks/speed_run.ipynb #ee33b026
+# %% ../../nbs/source/benchmarks/speed_run.ipynb #5c190840
 QUACK = {"epilogues", "fp8_epilogues", "fused_ce"} # rungs with its kernels
 LEFT_OUT = dict(installed={"flash4"} | QUACK, flash4=QUACK, quack={"flash4"})
 WITHOUT = "fastest-without-"
@@ -37,7 +38,7 @@ def own_lists():
     fastest = rung_specs(found["fastest"])
     return found | more | {f"{WITHOUT}{s.name}": [o.name for o in without_rung(fastest, s.name)] for s in fastest}
 
-# %% ../../nbs/source/benchmarks/speed_run.ipynb #a356f9ad
+# %% ../../nbs/source/benchmarks/speed_run.ipynb #0e54d6ac
 HEADLINE = ("fastest16 fastest-installed nanogpt compile_flash4 transformers_liger_compile nanochat compile_whole "
             "nanogpt_tensorwise nanochat_own_step nanochat_flash4 fastest16-installed transformers nanochat_fp8 "
             "transformers_compile compile_chunker compile_tensorwise transformers_fp8 transformers_hopper "
@@ -48,7 +49,7 @@ def named(names): # of contenders; "headline" stands for `HEADLINE`, "rungs" for
     groups = dict(headline=HEADLINE, rungs=[k for k in own_lists() if k.startswith(WITHOUT)])
     return [*dict.fromkeys(n for name in names for n in groups.get(name, [name]))]
 
-# %% ../../nbs/source/benchmarks/speed_run.ipynb #f9ecf0ce
+# %% ../../nbs/source/benchmarks/speed_run.ipynb #4eeb2741
 def clone_folder(adapter, # an `Adapter` with a clone
                  rivals): # folder of clones, or None
     "Return the folder of an adapter's clone among `rivals`, None where it isn't there"
@@ -63,7 +64,7 @@ def contestant(name, # of one of `own_lists`, or a key of `PEERS`
     setup, a = peers.peer(name, clone_folder(peers.PEERS[name], rivals) if name in peers.PEERS else None), peers.PEERS[name]
     return setup, a.tokens
 
-# %% ../../nbs/source/benchmarks/speed_run.ipynb #6872cc65
+# %% ../../nbs/source/benchmarks/speed_run.ipynb #90d5edf8
 PACKAGES = "torchao liger-kernel transformers flash-attn-4 quack-kernels bitsandbytes numpy".split()
 
 def tree_commit(root=None): # folder of the checkout, by default this package's
@@ -80,7 +81,7 @@ def run_facts(run=""): # its name, by default a new one
 
 SAME = "gpu card torch triton commit packages".split() # of all records of a run
 
-# %% ../../nbs/source/benchmarks/speed_run.ipynb #99977d63
+# %% ../../nbs/source/benchmarks/speed_run.ipynb #f55f6e4a
 @dataclass
 class SpeedRun:
     "Contenders that take turns with `fastest`, pair after pair, saved as they go"
@@ -165,7 +166,7 @@ def pair_line(r): # a record of `SpeedRun.measure`
             f"fastest is {1/r['ratio']:.3f}x ({1/r['ratio_p90']:.3f} to {1/r['ratio_p10']:.3f}) at "
             f"{r['ms_of_fastest']:.2f} ms; attention: {r['attention'] or 'not fused'}")
 
-# %% ../../nbs/source/benchmarks/speed_run.ipynb #e474f49f
+# %% ../../nbs/source/benchmarks/speed_run.ipynb #b2b0cf09
 TRAIN = "from llm_speedrun.cli import speedrun_train; speedrun_train()"
 
 def late_stretches(rows): # of `metrics.jsonl`
@@ -176,14 +177,19 @@ def late_stretches(rows): # of `metrics.jsonl`
     ms = lambda a, b: 1e3*(b[0] - a[0])/(b[1] - a[1])
     return [ms(a, b) for a, b in zip(late, late[1:])], ms(late[0], late[-1])
 
+def trained_rungs(name): # of one of `own_lists`
+    "Return what `--rungs` takes for a list in training: a preset, or rungs but those that choose AdamW"
+    if name in PRESETS: return name
+    return ",".join(r for r in own_lists()[name] if find_rung(r).stage != "optimizer")
+
 def train_speed(run, # a `SpeedRun`
                 name, # of one of `own_lists`
                 data, # a corpus
                 seconds): # of training
     "Train with the default recipe, and save the record as `measured=\"training\"`. Returns it. Raises `RunError`"
     rungs, out = own_lists()[name], Path(run.path).parent/"training"
-    said = dict(model=run.config.name, data=data, minutes=seconds/60, rungs=",".join(rungs), out=out, name=name,
-                num_evals=1, sample_tokens=0, seq_len=run.config.seq_len)
+    said = dict(model=run.config.name, data=data, minutes=seconds/60, rungs=trained_rungs(name), out=out, name=name,
+                recipe=BEST, num_evals=1, sample_tokens=0, seq_len=run.config.seq_len)
     words = [f"--{k}={v}" for k, v in said.items()]
     p = subprocess.run(python_command(TRAIN, *words, "--overwrite"), capture_output=True, text=True)
     if p.returncode: raise RunError(f"training {name} failed: {(p.stdout + p.stderr).strip()[-500:]}")
