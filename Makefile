@@ -15,7 +15,7 @@ HAS_HOPPER = nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2> /dev/nu
 export PIP_COMPILE := 0
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help speedrun hopper lab lesson corpus test export clean readme docs preview quarto notebooks exported FORCE
+.PHONY: help speedrun hopper lab lesson corpus confirm test export clean readme docs preview quarto notebooks exported FORCE
 .NOTPARALLEL:
 
 help: ## list these targets
@@ -23,7 +23,7 @@ help: ## list these targets
 	@echo; echo 'Each makes .venv on its first run and installs what it needs there. Variables:'
 	@echo '  PYTHON=python3.12        the Python to make .venv from (3.10 or newer)'
 	@echo '  TORCH="torch==2.13.0"    the torch to install, any pip requirement'
-	@echo '  ARGS="--help"            arguments for speedrun_train, or for JupyterLab'
+	@echo '  ARGS="--help"            arguments for speedrun_train, for make confirm, or for JupyterLab'
 	@echo '  RESET=10_tf32            a lesson that make lab puts back as it was; your copy is kept'
 	@echo '  LESSON_CORPUS=folder     what make lesson trains on: tokens as speedrun_data leaves them'
 
@@ -59,6 +59,9 @@ lesson: $(READY) ## train 124m on real text, FineWeb-Edu unless told otherwise, 
 
 corpus: $(READY) ## make the public corpus of the races from repositories at pinned commits, in runs/corpus (needs the network)
 	@mkdir -p runs; $(BIN)/python tests/make_corpus.py runs/corpus --clones runs/clones $(ARGS)
+
+confirm: $(READY) hopper ## measure again what the site says, in ten minutes on a Hopper GPU, and hold it against the records
+	@$(BIN)/python tests/confirm.py $(ARGS)
 
 # Where `exported` fails it has rewritten files, and the tests would be of what nobody has looked at: it goes first, and ends all. A
 # notebook that fails ends nothing: pytest runs too, and lists it once more. The last line is pytest's.

@@ -36,6 +36,7 @@ OPS = dict(
                             "its backward pass from a given log-sum-exp"),
     c10d_functional=("torch.ops:_c10d_functional", "collectives that a compiler and a CUDA graph can take"),
     dynamo_config=("torch._dynamo:config", "limits of recompilation, and whether DDP's buckets cut a graph"),
+    inductor_config=("torch._inductor:config", "the compiler's auto-chunker, which is off by default"),
     coalescing_manager=("torch.distributed.distributed_c10d:_coalescing_manager", "many collectives as one"),
     abort_process_group=("torch.distributed.distributed_c10d:_abort_process_group",
                          "ends collectives that a lost process will never answer"),

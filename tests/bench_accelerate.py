@@ -53,10 +53,10 @@ def theirs(config, changes=(), compiled=False, dtype=torch.float32):
     source = [f"transformers {version_of('transformers')}"]
     for change in changes:
         if isinstance(said := change(model), str): source.append(said)
-    f = torch.compile(model) if compiled else model
+    if compiled: peers.compile_transformers(model, peers.with_liger in changes)
     cast = partial(torch.autocast, default_device().type, torch.bfloat16) if dtype == torch.float32 else contextlib.nullcontext
     def loss(x, y):
-        with cast(): return f(input_ids=x, labels=x).loss
+        with cast(): return model(input_ids=x, labels=x).loss
     opt = torch.optim.AdamW(model.parameters(), lr=LR, betas=(.9, .95), weight_decay=.1, fused=True)
     return Peer(Step(model, loss, opt, clip=1.), model, ", ".join(source))
 

@@ -1,61 +1,57 @@
-"""Race our step with the strongest that others have, 8 bits against 8 bits and 16 against 16, and keep the records.
-    tests/bench_peers.py OUT MODEL BATCH NAME ...    NAME: a list of ours below, a peer from pip, or PEER=FOLDER of its clone; NAME:LABEL renames
-Each races with our `fastest` alone, in turns: all of them would not fit in memory. Prints a line for each, and writes OUT/peers.json at once:
-a contender that lies there already for this model is not measured again. `ratio` is its speed over that of `fastest`, with the 10th and 90th
-percentile over the rounds. Lists of ours that end on `-installed` are without FlashAttention-4 and QuACK; `-flash4` and `-quack` have one of them;
-`fastest-without-RUNG` lacks one rung and those that build on it."""
-import json, sys
-from functools import partial
+"""Measure what the site says of speed: our lists and the strongest step of others, 8 bits against 8 bits and 16 against 16, in one run.
+    tests/bench_peers.py OUT MODEL:BATCH ... [options]      such as runs/speed 124m:64 1b:8 --rivals clones --seconds 570
+Each contender takes turns with `fastest` alone: all of them would not fit in memory. Prints a line for each, and writes OUT/MODEL.json at once: a
+contender that is there is not measured again, so the same command goes on where it was stopped. `ratio` is its speed over that of `fastest`, with
+the 10th and 90th percentile over the rounds. Names of contenders are those of `own_lists` and `PEERS`; "headline" stands for all that the front page
+needs, what matters most first, and "rungs" for `fastest` without each rung. Nothing begins after --seconds, which a command with several models divides
+among them. With --train_seconds each of `TRAINED` trains before that, with the default recipe on --text.
+    tests/bench_peers.py OUT --publish                       copy the records of OUT, which must be of one run, to nbs/site/measurements/headline"""
+import argparse, json, time
 from pathlib import Path
-import torch
-from llm_speedrun.benchmarks import peers
-from llm_speedrun.measure import version_of
+from llm_speedrun.benchmarks.speed_run import SpeedRun, named, run_facts, train_speed
+from llm_speedrun.io_utils import InputError, RunError, clean_errors
+from llm_speedrun.measure import load_records, measurements_dir, records_path
 from llm_speedrun.model_config import workload
-from llm_speedrun.rung_registry import rung_specs
-from llm_speedrun.step_builder import free_memory
-from llm_speedrun.train.presets import presets, without_rung
 
-QUACK = {"epilogues", "fp8_epilogues", "fused_ce"} # rungs with its kernels
-SECONDS = 10. # for which energy is measured
-LEFT_OUT = dict(installed={"flash4"} | QUACK, flash4=QUACK, quack={"flash4"})
+TRAINED = "fastest", "fastest16", "fastest-installed"
 
-def lists():
-    "Name -> rungs"
-    found = {k: presets()[k] for k in ("fastest", "fastest16", "safe")}
-    more = {f"{k}-{name}": [r for r in rungs if r not in out] for k, rungs in found.items() for name, out in LEFT_OUT.items()}
-    return found | more | {f"fastest-without-{out}": without_rung(rung_specs(found["fastest"]), out) for out in found["fastest"]}
+def publish(out, folder=None):
+    "Copy the records of a run into the file of its card. Returns its path"
+    records = [r for p in sorted(Path(out).glob("*.json")) for r in load_records(p)]
+    runs, cards = ({r[k] for r in records} for k in ("run", "gpu"))
+    if len(runs) != 1 or len(cards) != 1: raise InputError(f"{out} has records of {len(runs)} runs on {len(cards)} cards, and there must be one")
+    path = Path(folder or measurements_dir()/"headline")/records_path(*cards).name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+    return path
 
-def setup_of(name, path):
-    "What builds a contender"
-    return partial(peers.build_ours, lists()[name]) if name in lists() else peers.peer(name, path or None)
+def train_all(run, text, seconds):
+    "Train with each list that isn't in the file"
+    for name in TRAINED:
+        if run.find(name, "training"): continue
+        try: r = train_speed(run, name, text, seconds)
+        except RunError as e: print(e, flush=True); continue
+        print(f"{r['workload']} {name} in training: {r['tok_s']:,.0f} tokens/s ({r['ms_p20']:.1f} to {r['ms_p80']:.1f} ms a step)", flush=True)
 
-def line_of(r):
-    return (f"{r['workload']} B{r['batch']} {r['rung']}: {r['tok_s']:,.0f} tokens/s in micro-batches of {r['micro']}, {r['ratio']:.4f} of fastest "
-            f"({r['ratio_p10']:.4f} to {r['ratio_p90']:.4f}), loss {r['losses'][0]:.3f} to {r['losses'][1]:.3f}, {r['joules'] or 0:.1f} J, {r['peak_gib'] or 0:.1f} GiB; "
-            f"fastest took {r['ms_of_fastest']:.2f} ms")
+def measure(c, i, began):
+    "Measure the model with number `i`, within its part of the seconds that are left"
+    model, _, batch = c.models[i].partition(":")
+    left = (c.seconds - (time.monotonic() - began))/(len(c.models) - i)
+    run = SpeedRun(Path(c.out)/f"{model}.json", workload(model), int(batch or 64), c.rounds, c.reps, left, c.run, c.rivals, lambda s: print(s, flush=True))
+    if c.train_seconds: train_all(run, c.text, c.train_seconds)
+    if todo := run.measure_all(named(c.only)): print(f"{model}: not reached in time: {' '.join(todo)}")
 
-def main(out, model, batch, *names, rounds=10, reps=3):
-    out, config, batch = Path(out), workload(model), int(batch)
-    out.mkdir(parents=True, exist_ok=True)
-    path = out/"peers.json"
-    records = json.loads(path.read_text()) if path.exists() else []
-    done = {(r["workload"], r["rung"]) for r in records}
-    ours = peers.contender("fastest", setup_of("fastest", None), config, batch)
-    joules = peers.joules_of(ours.step, SECONDS)
-    for said in names:
-        name, _, folder = said.partition("=")
-        name, _, label = name.partition(":")
-        if (model, label or name) in done: continue
-        try: c = peers.contender(label or name, setup_of(name, folder), config, batch)
-        except Exception as e: print(f"{said} is left out: {type(e).__name__}: {str(e).strip():.600}", flush=True); free_memory(); continue
-        first, r = peers.race([ours, c], rounds, reps)
-        r |= dict(ms_of_fastest=first["ms"], joules=peers.joules_of(c.step, SECONDS), joules_of_fastest=joules, packages=versions())
-        records.append(r); done.add((model, r["rung"]))
-        path.write_text(json.dumps(records, indent=1))
-        print(line_of(r), flush=True)
-        del c; torch._dynamo.reset(); free_memory()
+def main(args=None):
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("out"); p.add_argument("models", nargs="*")
+    p.add_argument("--only", nargs="+", default=["headline"]); p.add_argument("--rivals"); p.add_argument("--run", default="")
+    p.add_argument("--seconds", type=float, default=float("inf")); p.add_argument("--train_seconds", type=float, default=0.); p.add_argument("--text", default="stdlib")
+    p.add_argument("--rounds", type=int, default=20); p.add_argument("--reps", type=int, default=2); p.add_argument("--publish", action="store_true")
+    c, began = p.parse_args(args), time.monotonic()
+    Path(c.out).mkdir(parents=True, exist_ok=True)
+    if c.publish: return print(publish(c.out))
+    before = [r["run"] for f in sorted(Path(c.out).glob("*.json")) for r in load_records(f)]
+    c.run = c.run or (before or [run_facts()["run"]])[0]
+    for i in range(len(c.models)): measure(c, i, began)
 
-def versions():
-    return {p: v for p in "torchao liger-kernel transformers flash-attn-4 quack-kernels bitsandbytes".split() if (v := version_of(p))}
-
-if __name__ == "__main__": main(*sys.argv[1:])
+if __name__ == "__main__": clean_errors(main)

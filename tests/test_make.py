@@ -18,13 +18,13 @@ def speedrun(tmp_path):
     programs = dict.fromkeys((".venv/bin/python", ".venv/bin/speedrun_train", ".venv/bin/pip"), NOTES) | {"path/nvidia-smi": DRIVER}
     for name, text in programs.items(): (tmp_path/name).write_text(text); (tmp_path/name).chmod(0o755)
     (tmp_path/".venv/ready").touch()
-    def run(gpus, fails=0, driver=True):
+    def run(gpus, fails=0, driver=True, target="speedrun", args=""):
         noted = tmp_path/"noted"
         noted.unlink(missing_ok=True)
         if not driver: (tmp_path/"path/nvidia-smi").unlink()
         env = dict(os.environ, NOTED=str(noted), ASKED=str(tmp_path/"asked"), GPUS=gpus, FAILS=str(fails), PATH=f"{tmp_path}/path:{os.environ['PATH']}")
         for k in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL"): env.pop(k, None) # of `make test`, if it runs this
-        p = subprocess.run(["make", "speedrun", "TORCH=torch"], cwd=tmp_path, env=env, capture_output=True, text=True)
+        p = subprocess.run(["make", target, "TORCH=torch", f"ARGS={args}"], cwd=tmp_path, env=env, capture_output=True, text=True)
         return p.returncode, p.stdout, noted.read_text().splitlines()
     return run
 
@@ -62,3 +62,9 @@ def test_a_new_install_asks_again(speedrun, tmp_path):
 def test_other_targets_ask_for_nothing():
     p = subprocess.run(["make", "-n", "lab"], cwd=ROOT, capture_output=True, text=True)
     assert "hopper]" not in p.stdout
+
+def test_confirm(speedrun):
+    "`make confirm` measures with those kernels, and takes options"
+    code, said, noted = speedrun("9.0\\n", target="confirm", args="--rivals clones")
+    assert (code, noted) == (0, [INSTALL, "python tests/confirm.py --rivals clones"])
+    assert speedrun("8.9\\n", target="confirm")[2][-1] == "python tests/confirm.py"

@@ -6,7 +6,7 @@
 __all__ = ['joules_of']
 
 # %% ../../nbs/source/benchmarks/peers.ipynb #25peer08
-import contextlib, io, json, logging, os, time, torch
+import contextlib, importlib, io, json, logging, os, re, time, torch
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,12 +15,14 @@ from .clock import energy_counter
 from ..io_utils import InputError, RunError, lookup, replace_file
 from ..compat import HOPPER, kernels_missing
 from ..data.batches import Batches
-from ..measure import Table, caption, default_device, fmt, make_record, table, version_of
+from ..measure import (Table, caption, default_device, flops_per_token, fmt, make_record, table,
+                                  version_of)
+from ..profiling import profile_rows
 from ..timing import Measured, speedup, take_turns, warm_up
 from ..records import code_of
-from ..rungs.fp8 import TORCHAO_RECIPES, converted
+from ..rungs.fp8 import TORCHAO_RECIPES, converted, linear_sizes, to_float8
 from ..runs import build
-from ..rung_registry import rung_specs
+from ..rung_registry import find_rung, rung_specs
 from ..step_builder import ROOM_GIB, first_that_fits, micro_batch_sizes
 from ..stepper import Stepper
 
@@ -47,6 +49,22 @@ class PlainCompile(Adapter):
         step = Stepper(build(config, self.rungs))
         return Peer(step, step.run.model, f"torch {torch.__version__}, {' '.join(self.rungs[3:-1])}")
 
+class AutoChunker(PlainCompile):
+    "`PlainCompile` as a whole, with the pass of PyTorch's compiler that splits output projection and loss"
+    def __init__(self): super().__init__(whole="yes")
+
+    def step_missing(self):
+        from llm_speedrun.compat import inductor_config
+        missing = "" if hasattr(inductor_config, "auto_chunker") else f"torch {torch.__version__} has no auto-chunker"
+        return missing or super().step_missing()
+
+    def step(self, config, path):
+        from llm_speedrun.compat import inductor_config
+        peer = super().step(config, path)
+        chunked = {"auto_chunker.enable": True, "auto_chunker.amplify_ratio_threshold": 4} # 1b's head is at 6
+        peer.step, peer.source = inductor_config.patch(chunked)(peer.step), f"{peer.source}, auto_chunker"
+        return peer
+
 # %% ../../nbs/source/benchmarks/peers.ipynb #25peer25
 def with_liger(model): # of transformers, changed in place
     "Patch the model with Liger's kernels where a GPU runs them. Returns a text on what was done"
@@ -56,27 +74,46 @@ def with_liger(model): # of transformers, changed in place
     apply_liger_kernel_to_qwen3(model=model) # RoPE, norms, SwiGLU, and the loss without logits
     return f"liger-kernel {version_of('liger-kernel')} {os.environ.get('LIGER_KERNEL_IMPL', '')}".strip()
 
+def qwen3_module():
+    "Return transformers' module of Qwen3 as it was before any `with_liger`, whose changes are of the process"
+    with contextlib.redirect_stderr(io.StringIO()): # it logs which of its optional parts don't load
+        from transformers.models.qwen3 import modeling_qwen3 as module
+    return importlib.reload(module) if "liger" in module.Qwen3RMSNorm.__module__ else module
+
+def compile_transformers(model, liger): # changed in place; whether it has Liger's kernels
+    "Compile the model; of one with Liger all but the last matmul and the loss, which don't compile"
+    (model.model if liger else model).compile(dynamic=False)
+    return "torch.compile"
+
 class Transformers(Adapter):
-    "Qwen3 of the same size by transformers in bf16, with Liger's kernels and PyTorch's fused AdamW"
+    "Qwen3 of the same size by transformers in bf16, with PyTorch's fused AdamW"
+    def __init__(self, liger=True, # whether with Liger's kernels
+                 compiled=False, # whether with torch.compile
+                 fp8=""): # a recipe of torchao for its linear layers but the last one, "" for bf16
+        self.liger, self.compiled, self.fp8 = liger, compiled, fp8
+
     def step_missing(self):
-        need = ["transformers", *["liger-kernel"]*torch.cuda.is_available()]
+        need = ["transformers", *["liger-kernel"]*(self.liger and torch.cuda.is_available())]
         missing = [p for p in need if not version_of(p)]
-        return f"it needs pip install {' '.join(missing)}" if missing else ""
+        if missing: return f"it needs pip install {' '.join(missing)}"
+        return find_rung("torchao_fp8").needs() if self.fp8 else ""
 
     def loss_of(self, model): # of transformers
-        "Return the loss of x and y: Liger's, in chunks"
+        "Return the loss of x and y: Liger's, in chunks, or transformers' own"
         return lambda x, y: model(input_ids=x, labels=y, shift_labels=y, return_dict=True).loss
 
     def step(self, config, path): # a `GPTConfig`, None
         "Build what takes a step, as a `Peer`"
-        with contextlib.redirect_stderr(io.StringIO()): # it logs which of its optional parts don't load
-            from transformers import Qwen3Config, Qwen3ForCausalLM
+        qwen3, said = qwen3_module(), [f"transformers {version_of('transformers')}"]
         from llm_speedrun.tools.export import qwen3_config
-        made = Qwen3Config(**qwen3_config(config, "bf16"), attn_implementation="sdpa", use_cache=False)
-        model = Qwen3ForCausalLM(made).to(default_device(), torch.bfloat16).train()
-        source = f"transformers {version_of('transformers')}, {with_liger(model)}"
+        how = dict(attn_implementation="sdpa", use_cache=False)
+        made = qwen3.Qwen3Config(**qwen3_config(config, "bf16"), **how)
+        model = qwen3.Qwen3ForCausalLM(made).to(default_device(), torch.bfloat16).train()
+        if self.liger: said.append(with_liger(model))
+        if self.fp8: to_float8(model.model, self.fp8, linear_sizes(model.model))
+        if self.compiled: said.append(compile_transformers(model, self.liger))
         opt = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(.9, .95), weight_decay=.1, fused=True)
-        return Peer(Step(model, self.loss_of(model), opt, clip=1.), model, source)
+        return Peer(Step(model, self.loss_of(model), opt, clip=1.), model, ", ".join(said))
 
 # %% ../../nbs/source/benchmarks/peers.ipynb #25hopp02
 class HopperLoss(Transformers):
@@ -99,7 +136,10 @@ class HopperLoss(Transformers):
 # %% ../../nbs/source/benchmarks/peers.ipynb #25peer37
 PIP = dict(compile_blocks=PlainCompile(), compile_whole=PlainCompile(whole="yes"),
            transformers=Transformers(), transformers_hopper=HopperLoss(),
-           compile_flash4=PlainCompile("flash4", ["chunked_ce"]))
+           transformers_compile=Transformers(liger=False, compiled=True),
+           transformers_liger_compile=Transformers(compiled=True),
+           transformers_fp8=Transformers(compiled=True, fp8="tensorwise"),
+           compile_chunker=AutoChunker(), compile_flash4=PlainCompile("flash4", ["chunked_ce"]))
 autotuned = PlainCompile("flash4", ["chunked_ce"], mode="max-autotune-no-cudagraphs")
 PIP |= dict(compile_autotuned=autotuned) | { # and torchao's FP8 in all linear layers
     f"compile_{k}": PlainCompile(parts=[f"torchao_fp8:recipe={k}:layers=all"], whole="yes")
@@ -152,20 +192,27 @@ class Contender:
         def start():
             self.peer = self.setup(self.config)
             self.first = self.loss_on(self.random).item() # compiled here
+            norm = getattr(self.peer.step, "norm", None) # of all gradients, of a `Stepper`
+            self.norm = None if norm is None else norm.item()
             return partial(self.loss_on, self.random)
         self.step, self.measured = warm_up(start)
+        self.early = self.step().item() # after as many updates in each contender
+
+    @property
+    def tokens(self): return self.batch*self.config.seq_len # in a step
 
     def loss_on(self, tokens): # x and y, each B T
         "Take one step. Returns the mean loss before it"
         return self.peer.step(*zip(*(t.split(self.micro) for t in tokens)))
 
 # %% ../../nbs/source/benchmarks/peers.ipynb #25peer52
-def contender(name, setup, config, batch): # as in `Contender`
-    "Make a `Contender` in the largest micro-batch of batch, batch/2, ... within `ROOM_GIB`; or a `RunError`"
+def contender(name, setup, config, batch, # as in `Contender`
+              largest=None): # micro-batch to try, `batch` by default
+    "Make a `Contender` in the largest micro-batch within `ROOM_GIB` that divides `batch`; or a `RunError`"
     def attempt(micro):
         c = Contender(name, setup, config, batch, micro)
         return c if (c.measured.peak_gib or 0) <= ROOM_GIB else None
-    if c := first_that_fits(micro_batch_sizes(batch, batch), attempt): return c
+    if c := first_that_fits(micro_batch_sizes(batch, largest or batch), attempt): return c
     raise RunError(f"a micro-batch of one sequence takes more than {ROOM_GIB} GiB")
 
 # %% ../../nbs/source/benchmarks/peers.ipynb #25peer54
@@ -196,6 +243,17 @@ def joules_of(step, # a function without arguments
     return (used() - before) / n
 
 # %% ../../nbs/source/benchmarks/peers.ipynb #25peer63
+ATTENTION = {"cuDNN": "cudnn.*sdpa|sdpa.*cudnn", "FlashAttention-4": "flash_attn_?cute", "FlashAttention-3": "FlashAttn(Fwd|Bwd)Sm90",
+             "FlashAttention-2": "pytorch_flash|flash_attention_for_cpu", "memory-efficient": "fmha_cutlass|efficient_attention"}
+
+def attention_in(names): # of kernels, or on a CPU of operations
+    "Return which of `ATTENTION` ran, names with commas; \"\" where no fused one did"
+    return ", ".join(k for k, pattern in ATTENTION.items() if any(re.search(pattern, n) for n in names))
+
+def attention_of(step): # a function without arguments
+    "Profile a step, and return what computed its attention"
+    return attention_in({name for name, _, _ in profile_rows(step, 1)})
+
 def race(field, # `Contender`s, ours first
          rounds=10, reps=3): # as `take_turns` takes them
     "Let all take turns. Returns records: `ratio` is the speed over that of the first"
@@ -204,17 +262,25 @@ def race(field, # `Contender`s, ours first
     return [contender_record(c, field[0]) for c in field]
 
 # %% ../../nbs/source/benchmarks/peers.ipynb #25peer64
+def speed_ratio(first, c): # `Contender`s that have raced
+    "Return the ratio of their tokens per second as `speedup` does, for steps of different size too"
+    return {k: r*c.tokens/first.tokens for k, r in speedup(first.measured, c.measured).items()}
+
 def contender_record(c, # a `Contender` that has raced
                      first): # the one that it's compared with
-    "Return a contender's record: speed, source, weights, joules, and losses of the first and last step"
-    more = {} if c is first else dict(before=first.name, **speedup(first.measured, c.measured))
+    "Return a contender's record: speed, source, weights, joules, attention, and its losses"
+    more = {} if c is first else dict(before=first.name, **speed_ratio(first, c))
+    shape = c.peer.in_products, c.config.layers, c.config.heads*c.config.head_dim, c.config.seq_len
     rungs = getattr(getattr(c.peer.step, "run", None), "rungs", ())
     in_fp8 = "fp8" in rungs or converted(c.peer.model) # nanochat's layers have the same name as torchao's
     return make_record(c.name, c.measured, batch=c.batch, seq=c.config.seq_len,
+                       flops=[flops_per_token(*shape, causal=o) for o in (False, True)], mfu_peak="bf16",
                        workload=c.config.name, dtype="fp8" if in_fp8 else "bf16", rungs=list(rungs),
                        source=c.peer.source, micro=c.micro, parameters=c.peer.parameters,
                        in_products=c.peer.in_products, joules=joules_of(c.step),
-                       losses=[c.first, c.step().item()], code=code_of(rungs) if rungs else None, **more)
+                       losses=[c.first, c.step().item()], early_loss=c.early, grad_norm=c.norm,
+                       attention=attention_of(c.step),
+                       code=code_of(rungs) if rungs else None, **more)
 
 # %% ../../nbs/source/benchmarks/peers.ipynb #25peer65
 def peers_table(records): # of `race`

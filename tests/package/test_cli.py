@@ -241,10 +241,11 @@ CAN_PRINT = { # module, or one of its options -> the commands that can print its
     **dict.fromkeys("train.trainer train.callbacks train.run_dir train.checkpointer train.train_data train.resolve train.coordinator train.validator train.metrics".split(), ALL),
     "tools.doctor": "doctor", "tools.machine_checks": "doctor", "checkpoint.load": ALL, "checkpoint.save": ALL, "checkpoint.save_sharded": ALL, "checkpoint.format": ALL, "checkpoint.state": ALL, "data.prepare_data": f"data {ALL}", "data.encoder_pool": f"data {ALL}",
     "data.batches": f"data {ALL}", "data.corpus": f"data {ALL}", "recipes.schedules": ALL, "io_utils": f"data export ladder {ALL}",
-    ("recipes.model_registry", "--recipe"): "train", ("recipes.recipe", "--recipe"): "train doctor lr", ("recipes.recipe_spec", "--recipe"): "train doctor lr", "tools.comparison": "lr", ("tools.comparison", "--out"): "compare", **dict.fromkeys("benchmarks.race benchmarks.clock benchmarks.adapters benchmarks.track benchmarks.track_logs".split(), "race"),
+    ("recipes.model_registry", "--recipe"): "train", ("recipes.recipe", "--recipe"): "train doctor lr", ("recipes.recipe_spec", "--recipe"): "train doctor lr", "tools.comparison": "lr", ("tools.comparison", "--out"): "compare", **dict.fromkeys("benchmarks.race benchmarks.clock benchmarks.adapters benchmarks.track benchmarks.track_logs benchmarks.confirm".split(), "race"),
+    ("benchmarks.speed_run", "--overwrite"): "train", ("benchmarks.confirm", "--step_tokens"): "train", ("benchmarks.confirm", "--micro_batch_size"): "train",
     **{("benchmarks.race", f"--{k}"): "train" for k in "epochs name out overwrite sample_tokens save_minutes seed".split()}}    # our own runs' command line
 EVERY = [c.removeprefix("speedrun_") for c in COMMANDS]
-ELSEWHERE = {"--pre", "--query", "--format", "--master_port", "--shm", "--long"} # of pip, nvidia-smi, torchrun, docker, zstd
+ELSEWHERE = {"--pre", "--query", "--format", "--master_port", "--shm", "--long", "--depth"} # of pip, nvidia-smi, torchrun, docker, zstd, git
 
 @lru_cache
 def has(name): return {f"--{o.name}" for o in option_specs(COMMANDS[f"speedrun_{name}"].config)} | {"--debug", "--help"}
