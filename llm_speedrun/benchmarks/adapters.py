@@ -10,16 +10,17 @@ import contextlib, gc, hashlib, importlib, importlib.util, logging, math, os, pi
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-import numpy as np, torch, torch.nn as nn
+import numpy as np, torch, torch.nn as nn, torch.nn.functional as F
 
 # %% ../../nbs/source/benchmarks/adapters.ipynb #48b00005
-from .clock import NEVER, TimeBudget
+from .clock import NEVER, Diverged, TimeBudget, steps_of_text
 from ..compat import uncompiled_module
 from ..data.batches import Batches, prefetch
 from ..io_utils import InputError, read_text_of
 from ..measure import default_device, version_of
 from ..model import GPT
 from ..model_config import matrix_params
+from ..recipes.muon_update import POLAR_EXPRESS
 from ..roofline import matmul_precision
 from ..rungs.flash4 import mixed_attention
 from ..rungs.flash4_ops import flash4_missing
@@ -154,21 +155,6 @@ class Script:
         self.globals.update(names)
         exec(code, self.globals)
 
-# %% ../../nbs/source/benchmarks/adapters.ipynb #race0020
-def write_tokens(shards, # the tokens
-                 path, # of the file to write; one that is there stays
-                 header=()): # of 256 numbers in front, the first ones; the third is how many tokens follow
-    "Write tokens as uint16, the format that the projects read. Returns the path"
-    if path.exists(): return path
-    if shards.vocab > 2**16: raise InputError(f"peers read tokens below {2**16:,}; {shards} has larger ones")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.{os.getpid()}")
-    with open(new, "wb") as f:
-        if header: f.write(np.pad(np.array([*header, len(shards)], "<i4"), (0, 255 - len(header))).tobytes())
-        for lo in range(0, len(shards), 2**24): f.write(np.asarray(shards[lo:lo + 2**24], "<u2").tobytes())
-    new.replace(path)
-    return path
-
 # %% ../../nbs/source/benchmarks/adapters.ipynb #race0021
 def link(path, # that is to lead there
          to): # a file
@@ -197,8 +183,8 @@ class AdapterContext:
     corpus: object # a `Corpus`
     evaluator: object # an `Evaluator`
     folder: Path # of its own, to work in
-    shared: Path # folder of the race's files of tokens
     note: object # takes each evaluation
+    test: object = None # an `Evaluator` of text that is only looked at after the last step; None if there is none
 
     def __post_init__(self):
         o = peer_defaults() | self.job.options
@@ -215,11 +201,21 @@ class AdapterContext:
             f"{self.seq}")
         return n, micro
 
-    def budget(self, nats, **kw): # as an `Evaluator` takes it; as for `TimeBudget`
+    def batches(self, n): # sequences in each
+        "Return an endless iterator of batches (x, y), n T each, on the device"
+        return prefetch(Batches(self.corpus.train, n, self.seq, seed=self.job.seed), default_device())
+
+    def time_budget(self, tokens, judge, plan): # of a step; an `Evaluator` -> its result; as for `TimeBudget`
+        "Return the `TimeBudget` of a run, whose last result has the test text's scores, too"
+        def final(): return {f"test_{k}": v for k, v in judge(self.test).items()} if self.test else {}
+        return TimeBudget(self.job, tokens, partial(judge, self.evaluator), plan, self.note, final,
+                          steps_of_text(self.job, self.corpus, tokens))
+
+    def budget(self, nats, plan): # as an `Evaluator` takes it; as for `TimeBudget`
         "Return the `TimeBudget` of a peer"
-        def judge():
-            with uncompiled(): return self.evaluator(nats)
-        return TimeBudget(self.job, self.batch, judge, note=self.note, **kw)
+        def judge(evaluator):
+            with uncompiled(): return evaluator(nats)
+        return self.time_budget(self.batch, judge, plan)
 
 # %% ../../nbs/source/benchmarks/adapters.ipynb #48bfp8c1
 def takes_fp8(m, name=""): # a module, its name in the model
@@ -229,8 +225,9 @@ def takes_fp8(m, name=""): # a module, its name in the model
 
 # %% ../../nbs/source/benchmarks/adapters.ipynb #race0026
 def nanogpt_changes(seed):
-    "Return the changes in nanoGPT's train.py: our loop and our seed, and no evaluation of its own"
+    "Return the changes in nanoGPT's train.py: our loop, batches and seed, and no evaluation of its own"
     return {"while True:": "for _ in race.steps():",
+            "def get_batch(split):": "def get_batch(split): return next(race_batches)\ndef own_batch(split):",
             "if iter_num % eval_interval == 0 and master_process:": "if False:",
             "torch.manual_seed(1337 + seed_offset)": f"torch.manual_seed({1337 + seed} + seed_offset)"}
 
@@ -274,9 +271,7 @@ class NanoGPT(Adapter):
     def race(self, c): # an `AdapterContext`
         "Run nanoGPT's train.py, in a folder of ours with its configurator and our tokens"
         n, micro = c.rows(64)
-        for side in ("train", "val"):
-            tokens = write_tokens(getattr(c.corpus, side), c.shared/f"{side}.bin")
-            link(Path(f"data/race/{side}.bin"), tokens)
+        Path("data/race").mkdir(parents=True, exist_ok=True)
         Path("data/race/meta.pkl").write_bytes(pickle.dumps(dict(vocab_size=padded(c.corpus.vocab))))
         link(Path("configurator.py"), c.clone/"configurator.py")
         script = Script(c.clone/"train.py", nanogpt_changes(c.job.seed))
@@ -286,21 +281,49 @@ class NanoGPT(Adapter):
             with g["ctx"]: return model(x, y)[1]*y.numel()
         def plan(total): g.update(lr_decay_iters=total, warmup_iters=min(100, max(1, total//10)))
         budget = c.budget(nats, plan=plan)
-        with importing_from(c.clone): script(*nanogpt_words(c, micro, n), race=budget)
+        with importing_from(c.clone):
+            script(*nanogpt_words(c, micro, n), race=budget, race_batches=c.batches(micro))
         return g["model"], budget, dict(changes=script.changes)
 
 # %% ../../nbs/source/benchmarks/adapters.ipynb #race0029
 def modded_changes(c, micro): # an `AdapterContext`, sequences in a micro-batch
     "Return the changes in track 3's script: batch, loop, shape, the two factors, and no evaluation"
     shape = f"GPT(vocab_size={padded(c.corpus.vocab)}, num_layers={c.layers}, model_dim={c.width})"
+    files = 'distributed_data_generator("data/fineweb10B/fineweb_%s_*.bin", %s)'
     return {"batch_size = 8 * 64 * 1024": f"batch_size = {c.batch}", "mbs = 64": f"mbs = {micro}",
-            "val_tokens = 20 * 524288": f"val_tokens = {micro*c.seq}", # it loads some, and doesn't use them
-            "batch_size: int, seq_len=1024)": f"batch_size: int, seq_len={c.seq})",
+            f"val_inputs, val_targets = next({files % ('val', 'val_tokens')})": "val_inputs = val_targets = []",
+            f"train_loader = {files % ('train', 'batch_size')}": "train_loader = race_batches",
             "for step in range(train_steps + 1):": "for step in race.steps():",
             "if step == train_steps or step % val_step_freq == 0:": "if False:",
             "GPT(vocab_size=50304, num_layers=12, model_dim=768)": shape,
             'group["initial_lr"] = group["lr"]': f'group["initial_lr"] = {c.lr} * group["lr"]',
             "lr=0.025, weight_decay=0.05)": f"lr=0.025, weight_decay={.05*c.wd})"}
+
+BATCHED = { # further changes: all matrices of a shape at once, in iterations as in its speedrun
+    "(X.norm(dim=(-2, -1), keepdim=True) + 1e-7)": "(X.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)",
+    """    a, b, c = 2, -1.5, 0.5
+    for _ in range(12):""": """    for a, b, c in race_polar:""",
+    """            params_pad = params + [torch.empty_like(params[-1])] * (world_size - len(params) % world_size)
+            for base_i in range(0, len(params), world_size):
+                if base_i + rank < len(params):
+                    p = params[base_i + rank]
+                    state = self.state[p]
+                    if len(state) == 0:
+                        state["momentum"] = torch.zeros_like(p)
+                    update = muon_update(p.grad, state["momentum"], mu=group["mu"])
+                    p.mul_(1 - group["lr"] * group["weight_decay"])
+                    p.add_(update, alpha=-group["lr"])
+                dist.all_gather(params_pad[base_i:base_i + world_size], params_pad[base_i + rank])
+""": """            for shape in {p.shape: None for p in params}:
+                ps = [p for p in params if p.shape == shape]
+                state, grads = self.state[ps[0]], torch.stack([p.grad for p in ps])
+                if len(state) == 0:
+                    state["momentum"] = torch.zeros_like(grads)
+                update = muon_update(grads, state["momentum"], mu=group["mu"])
+                torch._foreach_mul_(ps, 1 - group["lr"] * group["weight_decay"])
+                torch._foreach_add_(ps, list(update.to(ps[0].dtype)), alpha=-group["lr"])
+""",
+    "            dist.all_reduce(p.grad, op=dist.ReduceOp.SUM)\n": ""} # there is one process
 
 # %% ../../nbs/source/benchmarks/adapters.ipynb #25peer39
 TRACK_3 = "records/track_3_optimization/train_gpt_simple.py"
@@ -310,6 +333,7 @@ class ModdedNanoGPT(Adapter):
     clone = "https://github.com/KellerJordan/modded-nanogpt"
     commit = "f411b3d346aa52d3504324ca93c230fd84c6c07f"
     step_files, race_files = ("train_gpt.py",), (TRACK_3,)
+    def __init__(self, batched=False): self.batched = batched # whether to race with the changes of `BATCHED`
 
     def step_missing(self):
         missing = [p for p in ("kernels", "tiktoken", "triton") if not version_of(p)]
@@ -325,25 +349,20 @@ class ModdedNanoGPT(Adapter):
 
     def race(self, c): # an `AdapterContext`
         "Run modded-nanogpt's track 3 script on our tokens"
-        _, micro = c.rows(64)
-        path = write_tokens(c.corpus.train, c.shared/"modded.bin", header=(20240520, 1))
-        if len(c.corpus.train) < 2*c.batch: raise InputError(
-            f"{c.corpus.name} has {len(c.corpus.train):,} training tokens, fewer than two steps of "
-            f"{c.batch:,}")
-        epochs = 2 + math.ceil(c.job.seconds*2e6/len(c.corpus.train)) # at most
-        names = ["val_000000", *(f"train_{k:06}" for k in range(epochs))]
-        for name in names: link(Path(f"data/fineweb10B/fineweb_{name}.bin"), path)
-        script = Script(c.clone/TRACK_3, modded_changes(c, micro))
+        n, micro = c.rows(64)
+        script = Script(c.clone/TRACK_3, modded_changes(c, micro) | (BATCHED if self.batched else {}))
         g = script.globals
         def nats(x, y): return g["model"](x.int(), y)
         budget = c.budget(nats, plan=lambda total: g.update(train_steps=total))
         alone = dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, MASTER_ADDR="localhost", MASTER_PORT=free_port())
         os.environ.update({k: str(v) for k, v in alone.items()}) # as torchrun would
         torch.manual_seed(c.job.seed) # the script sets none
-        script(race=budget)
+        script(race=budget, race_batches=((x.int(), y) for x, y in c.batches(n)), race_polar=POLAR_EXPRESS)
         return g["model"], budget, dict(changes=script.changes)
 
 # %% ../../nbs/source/benchmarks/adapters.ipynb #race0033
+NANOCHAT_RATIO = 12 # tokens for each weight in matrices, of a run as base_train.py plans it
+
 class NanochatSchedule:
     "The schedules of nanochat's base_train.py: rate and momentum at a step of so many steps"
     def __init__(self, batch): # tokens in a step
@@ -374,9 +393,10 @@ class Nanochat(Adapter):
     commit = "92d63d4e8bb4df75c3b71618f31ddde2378b2bcd"
     step_files, race_files = ("nanochat/gpt.py",), ("nanochat/gpt.py", "nanochat/optim.py")
     def __init__(self, fp8=False, # whether to train as its option --fp8 does
+                 scaled=False, # whether decay follows the length
                  flash4=False, # whether to give it the attention of our rung `flash4`
                  tokens=0): # in a step; 0 for as many as ours
-        self.fp8, self.flash4, self.tokens = fp8, flash4, tokens
+        self.fp8, self.scaled, self.flash4, self.tokens = fp8, scaled, flash4, tokens
 
     def step_missing(self): return flash4_missing() if self.flash4 else ""
 
@@ -423,9 +443,10 @@ class Nanochat(Adapter):
         for g in opt.param_groups: g["initial_lr"] *= c.lr
         fast = torch.compile(model, dynamic=False)
         budget = c.budget(lambda x, y: model(x, y, loss_reduction="sum"), plan=s.set)
-        batches = prefetch(Batches(c.corpus.train, n, c.seq, seed=c.job.seed), default_device())
+        counts, batches = model.num_scaling_params(), c.batches(n)
+        usual = NANOCHAT_RATIO*(counts["transformer_matrices"] + counts["lm_head"]) # tokens of its own runs
         for i in budget.steps():
-            s.apply(opt, i, .28*s.rate*c.wd)
+            s.apply(opt, i, .28*s.rate*c.wd * (usual/(s.total*c.batch) if self.scaled else 1.))
             pairs = [*zip(*(t.split(micro) for t in next(batches)))]
             for x, y in pairs:
                 loss = fast(x, y)
@@ -436,9 +457,74 @@ class Nanochat(Adapter):
             if not i: gc.collect(); gc.freeze(); gc.disable() # as base_train.py does
         return model, budget, {}
 
+# %% ../../nbs/source/benchmarks/adapters.ipynb #trkadp02
+def flash_attention_3():
+    "Return FlashAttention-3's functions, as the package `kernels` loads them; None where that fails"
+    try:
+        from kernels import get_kernel
+        return get_kernel("varunneal/flash-attention-3").flash_attn_interface
+    except Exception: return None # no package, no network, or another GPU
+
+class FullWindows:
+    "PyTorch's attention by FlashAttention-3's name, for windows as long as the context"
+    @staticmethod
+    def flash_attn_func(q, k, v, causal, window_size): # B T H D each
+        "Return what `q` reads of `v`, B T H D"
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+
+# %% ../../nbs/source/benchmarks/adapters.ipynb #trkadp03
+def autoresearch_changes(c, micro, windows): # an `AdapterContext`, sequences in a micro-batch, "SSSL" or "L"
+    "Return the changes in its train.py: batch, shape, windows, loop, schedule, the two factors, and imports"
+    on_cpu = {'torch.device("cuda")': 'torch.device("cpu")',
+              'device_type="cuda"': 'device_type="cpu"',
+              "torch.cuda.synchronize()\n    t0": "t0", "torch.cuda.synchronize()\n    t1": "t1"}
+    names = "MAX_SEQ_LEN, TIME_BUDGET, Tokenizer, make_dataloader, evaluate_bpb"
+    return ({} if c.gpu else on_cpu) | {
+        f"from prepare import {names}": "", "from kernels import get_kernel": "", # what `race` gives it
+        "torch.cuda.get_device_capability()": "(9, 0)", "get_kernel(repo).flash_attn_interface": "fa3",
+        "TOTAL_BATCH_SIZE = 2**19": f"TOTAL_BATCH_SIZE = {c.batch}",
+        "DEVICE_BATCH_SIZE = 128": f"DEVICE_BATCH_SIZE = {micro}", "DEPTH = 8": f"DEPTH = {c.layers}",
+        "base_dim = depth * ASPECT_RATIO": f"base_dim = {c.width}",
+        'WINDOW_PATTERN = "SSSL"': f'WINDOW_PATTERN = "{windows}"',
+        "torch.manual_seed(42)": f"torch.manual_seed({42 + c.job.seed})",
+        "while True:": "for _ in race.steps():",
+        "progress = min(total_training_time / TIME_BUDGET, 1.0)": "progress = min(step / race.total, 1.0)",
+        'group["lr"] = group["initial_lr"] * lrm': f'group["lr"] = group["initial_lr"] * lrm * {c.lr}',
+        "WEIGHT_DECAY = 0.2": f"WEIGHT_DECAY = {.2*c.wd}",
+        "if step > 10 and total_training_time >= TIME_BUDGET:": "if False:",
+        "exit(1)": 'raise Diverged("its loss in training is above 100, or no number")'}
+
+# %% ../../nbs/source/benchmarks/adapters.ipynb #trkadp05
+class Autoresearch(Adapter):
+    "The adapter of autoresearch: its train.py, with the same layers and width"
+    clone = "https://github.com/karpathy/autoresearch"
+    race_files = ("train.py",)
+
+    def race(self, c): # an `AdapterContext`
+        "Run autoresearch's train.py on our tokens"
+        _, micro = c.rows(128)
+        fa3 = flash_attention_3() if c.gpu else None
+        def batches(tokenizer, rows, seq, split):
+            pairs = Batches(c.corpus.train, rows, seq, seed=c.job.seed)
+            for x, y in prefetch(pairs, default_device()): yield x, y, 1
+        vocab = types.SimpleNamespace(get_vocab_size=lambda: padded(c.corpus.vocab))
+        tokenizer = types.SimpleNamespace(from_directory=lambda: vocab)
+        script = Script(c.clone/"train.py", autoresearch_changes(c, micro, "SSSL" if fa3 else "L"))
+        g = script.globals
+        def nats(x, y):
+            model = uncompiled_module(g["model"])
+            with g["autocast_ctx"]: return model(x, y, reduction="sum")
+        budget = c.budget(nats, plan=lambda total: None) # the script reads its `total`
+        script(race=budget, fa3=fa3 or FullWindows, MAX_SEQ_LEN=c.seq, TIME_BUDGET=c.job.seconds,
+               Tokenizer=tokenizer, make_dataloader=batches, Diverged=Diverged,
+               evaluate_bpb=lambda *_: math.nan) # the race has evaluated it
+        return g["model"], budget, dict(changes=script.changes)
+
 # %% ../../nbs/source/benchmarks/adapters.ipynb #48b00011
 CLONED = {"nanogpt": NanoGPT(), "nanochat": Nanochat(), "modded-nanogpt": ModdedNanoGPT()}
 CLONED |= {f"nanogpt_{k}": NanoGPT(k) for k in ("tensorwise", "rowwise")}
 CLONED |= dict(nanochat_fp8=Nanochat(fp8=True), nanochat_flash4=Nanochat(flash4=True),
                nanochat_own_step=Nanochat(tokens=2**19)) # of its runs of 12 layers
 RACERS = {k.removesuffix("-nanogpt"): CLONED[k] for k in ("nanogpt", "modded-nanogpt", "nanochat")}
+RACERS |= dict(modded_batched=ModdedNanoGPT(batched=True), nanochat_scaled=Nanochat(scaled=True), autoresearch=Autoresearch())
