@@ -211,6 +211,7 @@ def struct(cls):
 ROW = dict( # of `metrics.jsonl` and `samples.jsonl`
     step="the optimizer step", loss="training loss of the step, nats a token", lr="learning rate",
     tok_s="tokens a second", tokens="tokens of all steps so far", grad_norm="norm of the gradients before clipping", val_loss="validation loss",
+    val_loss_short="validation loss of sequences as short as the last step's, where a recipe shortens them", val_seq_short="their length",
     stopped="only a stop is the reason for this row, and resuming removes it",
     text="what the model wrote", event="what went wrong, such as a step that was skipped")
 
@@ -228,8 +229,8 @@ LAST = dict( # in the last row of ten; names in capitals stand for several
 def row_keys():
     "The keys of the rows that a run writes, from the source of what writes them"
     calls = [n for m in (trainer, metrics, callbacks) for n in ast.walk(ast.parse(inspect.getsource(m))) if isinstance(n, ast.Call)
-             and getattr(n.func, "id", "") == "dict" and n.keywords and n.keywords[0].arg == "step"]
-    return list(dict.fromkeys(k.arg for n in calls for k in n.keywords))
+             and getattr(n.func, "id", "") == "dict" and n.keywords and n.keywords[0].arg in ("step", "val_loss_short")]
+    return list(dict.fromkeys(k.arg for n in calls for k in n.keywords if k.arg))
 
 def metric_rows():
     "The keys of a row of metrics, and what they mean"
