@@ -5,7 +5,7 @@ from pathlib import Path
 from types import CodeType
 from unittest.mock import patch
 import yaml
-from llm_speedrun import measure, records as package_records, verdicts
+from llm_speedrun import measure, verdicts
 from llm_speedrun.measure import SPINE, fmt, mfu_text, records_path
 from llm_speedrun.course import COURSE, course_records, notebook_path
 from llm_speedrun.benchmarks.peers import PEERS
@@ -111,7 +111,7 @@ def from_notebook(path, wanted, given):
 def claims_page(root):
     wanted = ["claims", "claim_row", "answer", "OUTSIDE", "guides"]
     with measurements_of(root):
-        of_package = dict(math=math, notebook_path=notebook_path, code_of=package_records.code_of)
+        of_package = dict(math=math, notebook_path=notebook_path, is_current=is_current)
         given = vars(measure) | of_package | {k: getattr(verdicts, k) for k in ("in_unit", "unit_text", "verdict")}
         found = from_notebook(root/"nbs/7_using_a_model/75_claims.ipynb", wanted, given)
         claims, row, answer, outside, guides = found
