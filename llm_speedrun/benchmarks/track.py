@@ -52,7 +52,7 @@ RULES = dict(
           f"{EVALS} evaluations or more, and the clock stands still for at most {STILL:.0%} of the time.",
     runs=f"At least {SEEDS} runs with the seeds 0, 1, 2 and so on, all that were made with them, from code "
          "that is public. No run is left out.",
-    record="The mean over runs, with its 95% interval. An entry is a record where its mean is below the "
+    record="The mean over runs, with its 90% interval. An entry is a record where its mean is below the "
            "record's by more than both half-widths together (the root of the sum of their squares).",
     challenge="Anyone may run an entry's command again on the same card, and add the runs to it under their "
               "name. A record that nobody else has run is marked so. An entry whose mean leaves its own "
@@ -307,11 +307,11 @@ def weight_errors(e, evaluator, specs): # an `Entry`, an `Evaluator`, as for `sc
             yield f"{named(r)} claims a test_loss of {r.test_loss:.4f}, and {spec} has {loss:.4f}"
 
 # %% ../../nbs/source/benchmarks/track.ipynb #trk00022
-# 0.975 quantile of Student's t by degrees of freedom; the last one for more
-T95 = 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262
+# 0.95 quantile of Student's t by degrees of freedom; the last one for more
+T95 = 6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833
 
 def score(e): # an `Entry`
-    "Return the mean of an entry's runs and half its 95% interval: bits per byte, or nats where it has none"
+    "Return the mean of an entry's runs and half its 90% interval: bits per byte, or nats where it has none"
     values = [r.test_bpb or r.bpb or r.loss for r in e.runs]
     if len(values) < 2: return mean(values), math.inf
     return mean(values), T95[min(len(values) - 1, len(T95)) - 1]*stdev(values)/len(values)**.5
