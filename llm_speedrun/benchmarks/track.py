@@ -17,10 +17,9 @@ from msgspec import Meta
 
 # %% ../../nbs/source/benchmarks/track.ipynb #trk00005
 from .clock import WARM, Evaluator, text_sha256, utf8_bytes
-from .race_report import without_paths
-from .race import contestants, run_race
+from .race_report import t95, without_paths
+from .race import contestants, run_race, tokens_to_test
 from ..data.corpus import open_corpus
-from ..data.token_files import Shards, token_files
 from ..datasheets import find_gpu
 from ..io_utils import (InputError, decoded, file_sha256, lookup, read_json, read_text_of,
                                    replace_file)
@@ -52,7 +51,7 @@ RULES = dict(
           f"{EVALS} evaluations or more, and the clock stands still for at most {STILL:.0%} of the time.",
     runs=f"At least {SEEDS} runs with the seeds 0, 1, 2 and so on, all that were made with them, from code "
          "that is public. No run is left out.",
-    record="The mean over runs, with its 95% interval. An entry is a record where its mean is below the "
+    record="The mean over runs, with its 90% interval. An entry is a record where its mean is below the "
            "record's by more than both half-widths together (the root of the sum of their squares).",
     challenge="Anyone may run an entry's command again on the same card, and add the runs to it under their "
               "name. A record that nobody else has run is marked so. An entry whose mean leaves its own "
@@ -263,12 +262,11 @@ def shared_spans(train, test, part=2**22): # `Shards`; tokens to look at togethe
         found |= np.isin(wanted, h[likely[top(h)]])
     return found.mean() if len(found) else 0.
 
-def tokens_to_test(corpus): # a `Corpus`
+def tested(corpus): # a `Corpus`
     "Return a `Corpus` with the test tokens, next to the training tokens, in place of the validation tokens"
-    files = token_files(Path(corpus.train.paths[0]).parent, "test")
-    if not files: raise InputError(
+    if (held := tokens_to_test(corpus)) is None: raise InputError(
         f"{corpus.name} has no test part: put test.bin next to its training tokens")
-    return replace(corpus, val=Shards(files, corpus.train.dtype, corpus.vocab))
+    return replace(corpus, val=held)
 
 def text_of(corpus, seq): # a `Corpus` with a test part; tokens of context
     "Return the `Text` that an entry has where it trained on the corpus"
@@ -276,11 +274,11 @@ def text_of(corpus, seq): # a `Corpus` with a test part; tokens of context
         n = (len(c.val) - 1)//seq*seq
         return Part(n, text_sha256(c), utf8_bytes(c, n) or 0)
     train = Part(len(corpus.train), tokens_sha256(corpus.train))
-    return Text(corpus.name, train, part(corpus), part(tokens_to_test(corpus)))
+    return Text(corpus.name, train, part(corpus), part(tested(corpus)))
 
 def text_errors(e, corpus): # an `Entry`, a `Corpus`
     "Yield how the text of an entry differs from the one that is here, and what of its test isn't new"
-    here, test = text_of(corpus, e.seq), tokens_to_test(corpus).val
+    here, test = text_of(corpus, e.seq), tested(corpus).val
     for k in ("train", "val", "test"):
         for f in Part.__struct_fields__:
             a, b = (getattr(getattr(t, k), f) for t in (e.text, here))
@@ -307,14 +305,11 @@ def weight_errors(e, evaluator, specs): # an `Entry`, an `Evaluator`, as for `sc
             yield f"{named(r)} claims a test_loss of {r.test_loss:.4f}, and {spec} has {loss:.4f}"
 
 # %% ../../nbs/source/benchmarks/track.ipynb #trk00022
-# 0.975 quantile of Student's t by degrees of freedom; the last one for more
-T95 = 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262
-
 def score(e): # an `Entry`
-    "Return the mean of an entry's runs and half its 95% interval: bits per byte, or nats where it has none"
+    "Return the mean of an entry's runs and half its 90% interval: bits per byte, or nats where it has none"
     values = [r.test_bpb or r.bpb or r.loss for r in e.runs]
     if len(values) < 2: return mean(values), math.inf
-    return mean(values), T95[min(len(values) - 1, len(T95)) - 1]*stdev(values)/len(values)**.5
+    return mean(values), t95(len(values) - 1)*stdev(values)/len(values)**.5
 
 def beats(new, old): # `Entry`s of the same minutes and test text
     "Return whether an entry is better than another by more than both their intervals explain"
@@ -338,7 +333,7 @@ def check_entry(path, # of its JSON file, with the log next to it
     if file_sha256(log) != e.log_sha256: wrong.append(f"{log.name} isn't the log whose digest is log_sha256")
     if data and e.text and not wrong:
         corpus = open_corpus(data)
-        evaluator = Evaluator(tokens_to_test(corpus), e.seq)
+        evaluator = Evaluator(tested(corpus), e.seq)
         wrong += [*text_errors(e, corpus), *weight_errors(e, evaluator, weights)]
     if wrong: raise InputError("\n  ".join([f"{path} can't stand:", *dict.fromkeys(wrong)]))
     left = ["its text: give --data"]*(not data) + ["its losses: give --rescore for each run"]*(not weights)

@@ -126,6 +126,11 @@ def few_evaluations(m):
     m.rows = [r for r in m.rows if r["step"] > 200]
 def other_card(m): m.e["gpu"] = "NVIDIA H200"
 def pcie(m): m.e["gpu"] = "NVIDIA H100 PCIe"
+def no_test(m):
+    m.last()[1].pop("test_loss"); m.results()
+def hidden_run(m): # a fourth one is in the log, and not in the result
+    m.rows += [r | dict(seed=3, at=r["at"] + 9999) for r in m.rows[:6]]
+def no_time_of_day(m): m.rows[3].pop("at")
 def longer_rows(m): m.e["seq"] = 64
 def small_test(m): track.LEAST = 10**6
 def ten_minutes(m): m.e["minutes"] = 10
@@ -140,7 +145,9 @@ CHEATS = [(better_result, "has test_loss 3.5, and the last row of its log 4.0"),
           (left_out, "seeds are 0, 2, 4"), (two_seeds, "it has 2 runs of its author, and needs 3"), (same_seed, "seeds are 0, 0, 2"),
           (not_in_log, "the log has no row of the run of seed 2"), (tuned, "its test text is its validation text"),
           (peeked, "scored before the last step"), (few_evaluations, "has 4 evaluations, and needs 5"), (other_card, "gpu is 'NVIDIA H200': the track is for 'NVIDIA H100 80GB HBM3'"),
-          (pcie, "gpu is 'NVIDIA H100 PCIe'"), (longer_rows, "scored in rows of 64 tokens: race with --seq_len 32"), (small_test, "and needs 1,000,000"), (ten_minutes, "minutes must be one of 5, 15: 10"), (free, "it has 1 runs of its author")]
+          (pcie, "gpu is 'NVIDIA H100 PCIe'"), (no_test, "seed 1 lacks tokens, loss, bpb, test_loss or test_bpb"),
+          (hidden_run, "the log has a row of the run of seed 3, which the entry doesn't have"), (no_time_of_day, "a row of its log has no at"),
+          (longer_rows, "scored in rows of 64 tokens: race with --seq_len 32"), (small_test, "and needs 1,000,000"), (ten_minutes, "minutes must be one of 5, 15: 10"), (free, "it has 1 runs of its author")]
 
 @pytest.mark.parametrize("cheat, said", CHEATS, ids=[f.__name__ for f, _ in CHEATS])
 def test_cheats_are_named(made, cheat, said):
@@ -179,6 +186,21 @@ def test_test_text_elsewhere(made, where, text, tmp_path):
     made.results(); made.check()
     with fails(InputError, rf"(9|10)\.\d% of the spans of its test text are in its {where} tokens"): made.check(data=folder)
 
+def test_spans_across_parts(text):
+    "Wherever the tokens are cut to be looked at, each span is found once"
+    train = open_corpus(text).train
+    for part in (50, 64, 10**6): assert track.shared_spans(train, train.part(1, 1 + 20*track.SPAN), part=part) == 1., part
+    assert track.shared_spans(train, train.part(0, track.SPAN - 1)) == 0. == track.shared_spans(train.part(0, 9), train.part(0, 99))
+
+def test_the_text_has_one_digest_in_all_tokenizers(text, tmp_path):
+    parts = {k: open_corpus(text).tokenizer.decode(np.fromfile(text/f"{k}.bin", "<u2")[1:].tolist()) for k in ("train", "val", "test")}
+    tok = train_tokenizer(parts.values(), 300)
+    for k, t in parts.items(): np.array([0, *tok.encode(t).ids], "<u2").tofile(tmp_path/f"{k}.bin")
+    write_tokenizer(tmp_path, tok)
+    a, b = (track.text_of(open_corpus(folder), SEQ) for folder in (text, tmp_path))
+    assert a.test.sha256 == b.test.sha256 != a.val.sha256 == b.val.sha256 and a.train.sha256 != b.train.sha256 and a.test.tokens < b.test.tokens
+    assert abs(a.test.bytes/b.test.bytes - 1) < .05
+
 def test_a_folder_without_test(made, text, tmp_path):
     for k in ("train.bin", "val.bin", "tokenizer.json"): (tmp_path/k).write_bytes((text/k).read_bytes())
     with fails(InputError, "has no test part: put test.bin next to its training tokens"): made.check(data=tmp_path)
@@ -202,6 +224,7 @@ def test_what_no_file_shows(made, forgery):
 def test_weights_near_enough(made):
     made.check(data=True, losses=[4. + .9*track.AGREE])
     with fails(InputError, "claims"): made.check(data=True, losses=[4. + 1.1*track.AGREE])
+    with fails(InputError, "claims"): made.check(data=True, losses=[4.01])
     with fails(InputError, "4 weights are given, and it has 3 runs"): made.check(data=True, losses=[4., 4.01, 4.02, 4.])
 
 # --- records ---
@@ -217,7 +240,7 @@ def test_a_record_is_beaten_by_more_than_chance(made):
                                                                ("2026-01-03", .95, .955, .96), ("2026-01-04", .954, .955, .956)))
     assert not track.beats(near, old) and track.beats(better, old) and not track.beats(worse, better)
     assert track.record([worse, better, near, old]) is better and track.record([near, old]) is old
-    assert track.score(old) == (pytest.approx(1.01), pytest.approx(4.303*.01/3**.5))
+    assert track.score(old) == (pytest.approx(1.01), pytest.approx(2.920*.01/3**.5))
 
 def test_others_may_run_it_again(made):
     made.rows += [r | dict(by="she", loss=r["loss"] + .001, bpb=r["bpb"]*(1 + .001/r["loss"])) for r in made.rows[:6]]
