@@ -218,7 +218,7 @@ def cautions(run):
     need = f"Our lists need {packages(run)}; *as installed* is without. " if packages(run) else ""
     return (f"How far to trust this: our FP8 list took turns with one of the others at a time, in one process. "
             f"A ratio in bf16 divides two such ratios, with the widest range that they allow. All step on one batch of random tokens. {need}"
-            f"No third party has confirmed it.")
+            f"No third party has confirmed it; `make confirm` measures again.")
 
 def chart(run, size=(7.4, 4.2)): # in inches
     "Bars of thousand tokens per second of all in the run, ours in color, FP8 hatched"
