@@ -12,7 +12,7 @@ from llm_speedrun.records import code_of
 from llm_speedrun.benchmarks.race_report import shared_record, with_spread
 import build_pages
 build_pages.load()
-import compare as site_compare, headline, train_pages
+import compare as site_compare, headline, templating, train_pages
 from helpers.timeouts import TIMEOUT
 
 INDEX = cells(ROOT/"nbs/index.ipynb")
@@ -388,5 +388,5 @@ def test_the_table_links_each_fact():
     for feature, facts in FACTS["features"].items():
         row = rows(page)[f"**{feature}**"]
         assert len(row) == len(FACTS["projects"]) and sum("](" in c for c in row) == sum(bool(f) for f in facts.values())
-    made = {"measured/trainers.qmd", "measured/compiler.qmd", *(f"train/{p.name}" for p in (ROOT/"nbs/site/_build/train").glob("*.qmd"))} # which test_links.py looks for
+    made = {*templating.PAGES, *(f"train/{p.name}" for p in (ROOT/"nbs/site/_build/train").glob("*.qmd"))} # which test_links.py looks for
     for t in {*targets(page)} - made: assert (ROOT/"nbs/site"/t).exists(), t

@@ -230,6 +230,24 @@ def test_other_trainers_are_shown_when_they_are_measured(root):
     text = build_pages.written("measured/trainers.qmd", root)
     assert "Not measured yet" not in text and re.search(r"\| `nanogpt` \| .*\| 2.00× \|", text)
 
+def test_both_studies_stand_beside_our_records(root, made):
+    "Named and linked, from where a reader would look; every form of torch.compile, from the records; the command once `make` knows it"
+    text, path = made["measured/compiler.qmd"], root/"nbs/site/measurements/peers/nvidia-h100.json"
+    for n in (670, 1679): assert f"### [parameter-golf #{n}](https://github.com/openai/parameter-golf/pull/{n})" in text
+    assert "](measured/compiler.qmd)" in made["compare.qmd"] and "](compiler.qmd)" in made["measured/claims.qmd"] and "](compiler.qmd)" in made["measured/trainers.qmd"]
+    before = json.loads(path.read_text(encoding="utf-8"))
+    forms = [r for r in before if r["rung"].startswith("compile")]
+    shown = part(text, "What our records say")
+    for r in forms: assert f"| {1/r['ratio']:.2f}× ({1/r['ratio_p90']:.2f}–{1/r['ratio_p10']:.2f}) | {r['date']} |" in shown, r["rung"]
+    path.write_text(json.dumps([r | dict(ratio=.1, ratio_p10=.1, ratio_p90=.1) if r in forms else r for r in before]))
+    assert "10.00× (10.00–10.00)" in build_pages.written("measured/compiler.qmd", root)
+    for makefile, said in (("confirm: ## again\n\techo", True), ("test:\n\techo", False)):
+        (root/"Makefile").write_text(makefile)
+        assert ("make confirm\n" in build_pages.written("measured/compiler.qmd", root)) == said
+
+def test_records_show_the_code_that_was_measured(made):
+    for r in records.all_records(ROOT): assert not r.get("code") or f"| `{r['code'][:8]}` |" in made["measured/index.qmd"]
+
 def test_claims_of_memory_are_of_the_loss_alone(made):
     "As the guide means them: not of the whole step, whose peak has much else in it. And no letters stand for guides"
     rows = re.findall(r"^\| (?:cross-entropy in chunks|the same|fused linear cross-entropy).*memory of the loss.*$|^\| the same, in.*$", made["measured/claims.qmd"], re.M)

@@ -3,11 +3,11 @@ import posixpath, re
 from pathlib import Path
 from statistics import mean
 import yaml
-from llm_speedrun.benchmarks.race_report import by_loss, lowest_loss, rose, shared_record, with_spread
+from llm_speedrun.benchmarks.race_report import by_loss, lowest_loss, rose, with_spread
 from llm_speedrun.io_utils import read_json
 from llm_speedrun.measure import fmt
 from nbdev.config import get_config
-from headline import OURS, OURS_16, LARGER, PROJECTS, cautions, leading, left_out, name, newest, project, times_text, updates, when
+from headline import OURS, OURS_16, LARGER, PROJECTS, cautions, leading, left_out, loss_race, name, newest, project, times_text, updates, when
 from templating import page, table
 
 HERE = Path(__file__).resolve().parent
@@ -44,7 +44,7 @@ def precision(r): return r.get("precision", "FP8" if r["kind"] == "ours" else "b
 
 def to_loss(root): # the repository
     "What the template says of the race in lesson 58: a dict, {} without a record"
-    race = shared_record("five", folder=root/"nbs/site/measurements")
+    race = loss_race(root/"nbs/site/measurements")
     if not race: return {}
     found = {k: rs for k, rs in race["results"].items() if k in RACED}
     one = found["speedrun"][0]

@@ -159,9 +159,13 @@ def updates(r): # a result of a race to a loss
     if "updates" in r: return r["updates"]
     return Phases((4, 2, 1), (2, 1)).num_updates(r["step"]) if r["kind"] == "ours" else r["step"]
 
+def loss_race(folder=MEASUREMENTS):
+    "The race of five minutes, of the first card that has a record of it; without one {}"
+    return next(filter(None, (shared_record("five", card, folder) for card in CARDS)), {})
+
 def losses(folder=MEASUREMENTS): # of the records
     "The fact about the race to a loss. Nothing without a record of ours and of others, or of one that doesn't name its corpus and precisions"
-    found = shared_record("five", folder=folder)
+    found = loss_race(folder)
     ran = {k: rs for k, rs in found.get("results", {}).items() if k in RACED}
     if len(ran) < 2 or "speedrun" not in ran or "corpus" not in found: return ""
     if not all(k in r for rs in ran.values() for r in rs for k in ("precision", "updates")): return ""
@@ -214,7 +218,7 @@ def cautions(run):
     need = f"Our lists need {packages(run)}; *as installed* is without. " if packages(run) else ""
     return (f"How far to trust this: our FP8 list took turns with one of the others at a time, in one process. "
             f"A ratio in bf16 divides two such ratios, with the widest range that they allow. All step on one batch of random tokens. {need}"
-            f"No third party has confirmed it.")
+            f"No third party has confirmed it; `make confirm` measures again.")
 
 def chart(run, size=(7.4, 4.2)): # in inches
     "Bars of thousand tokens per second of all in the run, ours in color, FP8 hatched"
