@@ -17,7 +17,7 @@ import msgspec, torch
 
 # %% ../../nbs/source/benchmarks/race.ipynb #race0003
 from .adapters import RACERS, AdapterContext, peer_defaults, source_of
-from .clock import GAUGE, GRID, NEVER, WARM, Diverged, Evaluator, Job, TimeBudget
+from .clock import GAUGE, GRID, NEVER, WARM, Diverged, Evaluator, Job
 from .race_report import (paired_table, passing_table, position_table, race_chart,
                                                  race_table, share_race, tried_table)
 from ..data.corpus import open_corpus
