@@ -10,7 +10,7 @@ import contextlib, gc, hashlib, importlib, importlib.util, logging, math, os, pi
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-import numpy as np, torch, torch.nn as nn, torch.nn.functional as F
+import torch, torch.nn as nn, torch.nn.functional as F
 
 # %% ../../nbs/source/benchmarks/adapters.ipynb #48b00005
 from .clock import NEVER, Diverged, TimeBudget, steps_of_text
