@@ -10,7 +10,7 @@ import contextlib, gc, hashlib, importlib, importlib.util, logging, math, os, pi
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-import numpy as np, torch, torch.nn as nn, torch.nn.functional as F
+import torch, torch.nn as nn, torch.nn.functional as F
 
 # %% ../../nbs/source/benchmarks/adapters.ipynb #48b00005
 from .clock import NEVER, Diverged, TimeBudget, steps_of_text
@@ -184,7 +184,7 @@ class AdapterContext:
     evaluator: object # an `Evaluator`
     folder: Path # of its own, to work in
     note: object # takes each evaluation
-    test: object = None # an `Evaluator` of text that is only looked at after the last step; None if there is none
+    test: object = None # an `Evaluator` of text that is looked at once, after the last step, if there is one
 
     def __post_init__(self):
         o = peer_defaults() | self.job.options
@@ -290,9 +290,10 @@ def modded_changes(c, micro): # an `AdapterContext`, sequences in a micro-batch
     "Return the changes in track 3's script: batch, loop, shape, the two factors, and no evaluation"
     shape = f"GPT(vocab_size={padded(c.corpus.vocab)}, num_layers={c.layers}, model_dim={c.width})"
     files = 'distributed_data_generator("data/fineweb10B/fineweb_%s_*.bin", %s)'
+    val, train = files % ("val", "val_tokens"), files % ("train", "batch_size")
     return {"batch_size = 8 * 64 * 1024": f"batch_size = {c.batch}", "mbs = 64": f"mbs = {micro}",
-            f"val_inputs, val_targets = next({files % ('val', 'val_tokens')})": "val_inputs = val_targets = []",
-            f"train_loader = {files % ('train', 'batch_size')}": "train_loader = race_batches",
+            f"val_inputs, val_targets = next({val})": "val_inputs = val_targets = []",
+            f"train_loader = {train}": "train_loader = race_batches",
             "for step in range(train_steps + 1):": "for step in race.steps():",
             "if step == train_steps or step % val_step_freq == 0:": "if False:",
             "GPT(vocab_size=50304, num_layers=12, model_dim=768)": shape,
@@ -303,7 +304,8 @@ BATCHED = { # further changes: all matrices of a shape at once, in iterations as
     "(X.norm(dim=(-2, -1), keepdim=True) + 1e-7)": "(X.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)",
     """    a, b, c = 2, -1.5, 0.5
     for _ in range(12):""": """    for a, b, c in race_polar:""",
-    """            params_pad = params + [torch.empty_like(params[-1])] * (world_size - len(params) % world_size)
+    """            params_pad = params + [torch.empty_like(params[-1])] * (world_size - len(params)"""
+    """ % world_size)
             for base_i in range(0, len(params), world_size):
                 if base_i + rank < len(params):
                     p = params[base_i + rank]

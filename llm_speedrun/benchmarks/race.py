@@ -17,7 +17,7 @@ import msgspec, torch
 
 # %% ../../nbs/source/benchmarks/race.ipynb #race0003
 from .adapters import RACERS, AdapterContext, peer_defaults, source_of
-from .clock import GAUGE, GRID, NEVER, WARM, Diverged, Evaluator, Job, TimeBudget
+from .clock import GAUGE, GRID, NEVER, WARM, Diverged, Evaluator, Job
 from .race_report import (paired_table, passing_table, position_table, race_chart,
                                                  race_table, share_race, tried_table)
 from ..data.corpus import open_corpus
@@ -94,11 +94,9 @@ def recipe_code():
 # %% ../../nbs/source/benchmarks/race.ipynb #954f6562
 def tree_commit():
     "Return the git commit that the package is imported from, `-dirty` if files differ; None outside of git"
-    folder = Path(importlib.util.find_spec("llm_speedrun").submodule_search_locations[0])
-    words = "git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"
-    try: p = subprocess.run(words, capture_output=True, text=True)
-    except OSError: return None
-    return p.stdout.strip() or None
+    root = Path(importlib.util.find_spec("llm_speedrun").submodule_search_locations[0]).parent
+    if not (root/".git").exists(): return None
+    return source_of(root, "settings.ini").removeprefix("commit ").replace(", changed", "-dirty")
 
 # %% ../../nbs/source/benchmarks/race.ipynb #race0044
 def race_ours(c): # an `AdapterContext`
@@ -114,7 +112,8 @@ def race_ours(c): # an `AdapterContext`
     steps, phases = clock.budget.total, run.run.batching
     formats = {rung_name(r) for r in run.plan.rungs} & {"fp8", "bf16"}
     about = dict(source=f"code {code}", commit=tree_commit(), recipes=recipe_code(), ran=asdict(run.cfg),
-                 updates=phases.num_updates(steps) if phases else steps, precision=min(formats, default="fp32"))
+                 updates=phases.num_updates(steps) if phases else steps,
+                 precision=min(formats, default="fp32"))
     return run.run.model, clock.budget, about
 
 # %% ../../nbs/source/benchmarks/race.ipynb #race0045
@@ -179,7 +178,8 @@ def result(context, model, budget, about): # as an adapter has it
     if job.kind != "ours": about["source"] = source_of(context.clone, RACERS[job.kind].race_files[0])
     credit = last["step"]/(last["step"] - WARM) # the first steps count as much as the others
     return msgspec.to_builtins(job) | last | dict(
-        updates=last["step"], precision="bf16" if context.gpu else "fp32", batch=budget.tokens, epochs=last["tokens"]/len(context.corpus.train),
+        updates=last["step"], precision="bf16" if context.gpu else "fp32",
+        batch=budget.tokens, epochs=last["tokens"]/len(context.corpus.train),
         tok_s=last["tokens"]/last["seconds"], joules=budget.clock.joules*credit or None,
         peak_gib=budget.clock.peak or None, clock=job.seconds, marks=budget.marks,
         evaluated=context.evaluator.y.numel(), **weights_of(model, context.corpus.vocab), **machine()) | about
@@ -479,7 +479,8 @@ def race_of(c): # a `RaceOptions`
     corpus = open_corpus(common["data"])
     for side in (corpus.train, corpus.val): Batches(side, 1, common["seq"]) # a context is there
     short = 60*c.tune_minutes or 12*c.minutes
-    return Race(folder, entries, common, 60*c.minutes, c.seeds, c.tune, short, c.num_evals, corpus_facts(corpus))
+    facts = corpus_facts(corpus)
+    return Race(folder, entries, common, 60*c.minutes, c.seeds, c.tune, short, c.num_evals, facts)
 
 # %% ../../nbs/source/benchmarks/race.ipynb #race0080
 def run_race(c): # a `RaceOptions`

@@ -111,14 +111,15 @@ def paired(differences, margin=MARGIN): # of a loss, one for each seed; in the s
 # %% ../../nbs/source/benchmarks/race_report.ipynb #f5a8c128
 def paired_table(results, # of `Race.results`
                  base=""): # a contestant to compare with; by default the first
-    "Return a `Table` of each other contestant's difference by seed, the largest first; \"\" where none has two"
+    "Return a `Table` of the others' differences by seed, the largest first; \"\" where none has two seeds"
     base = base or next(iter(results), "")
     of = {k: {r["seed"]: r["loss"] for r in rs if "seed" in r} for k, rs in results.items()}
     found = {k: paired([loss - of[base][s] for s, loss in l.items() if s in of[base]])
              for k, l in of.items() if k != base and len(l.keys() & of[base].keys()) > 1}
     rows = [[k, p["n"], f"{p['mean']:+.4f}", f"{p['low']:+.4f} to {p['high']:+.4f}", p["verdict"]]
             for k, p in sorted(found.items(), key=lambda kp: -kp[1]["mean"])]
-    return table([f"against {base}", "seeds", "difference in loss", "its 90% interval", ""], rows) if rows else ""
+    titles = f"against {base}", "seeds", "difference in loss", "its 90% interval", ""
+    return table(titles, rows) if rows else ""
 
 # %% ../../nbs/source/benchmarks/race_report.ipynb #281c221e
 def tried_table(tried): # of `Race.tuning_results`

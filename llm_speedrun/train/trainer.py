@@ -76,7 +76,7 @@ def build_run(plan, world): # a `TrainPlan`, a `World`
 
 # %% ../../nbs/source/train/trainer.ipynb #c9a6292b
 def short_loss(trainer): # a `Trainer`
-    "Return the loss, and the length, of sequences as the last step trained on, as keys of a row; {} of whole ones"
+    "Return loss and length of sequences as the last step trained on, as keys of a row; {} of whole ones"
     if not trainer.run.batching: return {}
     asked = trainer.run.batching(max(0, trainer.done - 1), trainer.train_step.lr.steps)[1]
     seq = trainer.validator.val[0].shape[1]

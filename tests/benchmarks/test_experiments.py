@@ -170,3 +170,21 @@ def test_the_noise_scale_is_tested(made, tmp_path):
     said = run_script("bench_noise.py", tmp_path, made[0], "tiny", "3e4", "2,4,8", "0")
     record = json.loads((tmp_path/"noise.json").read_text())
     assert len(record["runs"]) == 3 and record["losses"] == sorted(record["losses"], reverse=True) and len(record["rows"]) == 5 and said
+
+def test_the_race_of_rivals(tmp_path, monkeypatch):
+    "All contestants are possible, with the batches and rates that their names say, and options given are kept"
+    import bench_race
+    from llm_speedrun.benchmarks import adapters, race
+    from llm_speedrun.train.config import RaceOptions, parse_options
+    for f in ("nanoGPT/train.py", "nanoGPT/model.py", "nanoGPT/configurator.py", f"modded-nanogpt/{adapters.TRACK_3}", "nanochat/nanochat/gpt.py", "nanochat/nanochat/optim.py"):
+        (tmp_path/f).parent.mkdir(parents=True, exist_ok=True); (tmp_path/f).touch()
+    monkeypatch.setattr(adapters.ModdedNanoGPT, "race_missing", lambda self: "")
+    asked = []
+    monkeypatch.setattr(bench_race, "speedrun_race", lambda words: asked.append(parse_options(RaceOptions, "speedrun_race", words)[0]))
+    bench_race.main(str(tmp_path/"out"), "stdlib", str(tmp_path), "--minutes=1", "--only", "fp8@0")
+    c, = asked
+    assert (c.minutes, c.seeds, c.num_evals, c.once, c.only) == (1, 3, 8, True, "fp8@0")
+    found = {o.name: dict(o.options) for o in race.contestants(c.run, c.peer)}
+    assert len(found) == 12 and {"fp8", "bf16", "modded-128k", "nanochat"} <= {*found}
+    assert found["batched-32k"]["batch"] == 32768 and found["nanogpt-0.002"]["lr"] == pytest.approx(10/3) and found["nanogpt-0.001"]["batch"] == 32768
+    assert [bench_race.rule_batch(n) for n in (38e6, 200e6, 1.48e9)] == [2**17, 2**18, 2**19]
