@@ -39,8 +39,9 @@ Where things are:
   kv_cache.py and tools/sample.py; tools/likelihood.py and tools/evals.py
 - measuring, records, predictions: timing.py, measure.py, records.py; roofline.py predicts what
   op_counter.py has counted, of any model tools/explain.py, of a run step_prediction.py, for a GPU
-  that isn't here datasheets.py; benchmarks/ against other projects; verdicts.py decides whether a
-  rung stays in a list and whether a claim holds; course.py has what only the notebooks use
+  that isn't here datasheets.py; benchmarks/ against other projects, with entries of the one-GPU
+  track (benchmarks/track.py); verdicts.py decides whether a rung stays in a list and whether a
+  claim holds; course.py has what only the notebooks use
 
 `help("llm_speedrun.train")` and so on say what a folder holds, and what it may import.
 """

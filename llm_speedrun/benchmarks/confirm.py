@@ -24,7 +24,8 @@ def records_of(folder): # of records
     "Return the records of steps of the front page, or else of single races"
     for kind in ("headline", "peers"):
         paths = sorted((Path(folder)/kind).glob("*.json"))
-        if found := [r for p in paths for r in load_records(p) if r.get("measured", "step") == "step"]: return found
+        found = [r for p in paths for r in load_records(p) if r.get("measured", "step") == "step"]
+        if found: return found
     return []
 
 def record_for(records, r): # a record that was measured now
@@ -66,15 +67,18 @@ def speedup_over(r): # a record
     "Return how many times as fast as the contender `fastest` is: median, 10th and 90th percentile"
     return [1/r["ratio"], 1/r["ratio_p90"], 1/r["ratio_p10"]]
 
+def speed(r): # a record
+    "Return its tokens per second: median, and by the 80th and 20th percentile of a step's time"
+    return [r["tok_s"]*r["ms"]/r[k] for k in ("ms", "ms_p80", "ms_p20")]
+
 def speed_lines(found, records): # of a `SpeedRun`; of the course
     "Return the `Line`s on tokens per second, and on the speedup over each rival and other list of ours"
     lines = []
     for r in sorted(found, key=lambda r: r["rung"] != "fastest"):
         old = record_for(records, r)
         if r["rung"] == "fastest":
-            same = old and old["gpu"] == r["gpu"] and [old["tok_s"], *(old["tok_s"]*old["ms"]/old[k] for k in ("ms_p80", "ms_p20"))]
-            now = [r["tok_s"], *(r["tok_s"]*r["ms"]/r[k] for k in ("ms_p80", "ms_p20"))]
-            lines.append(judged("fastest, tokens/s", now, same or None, parts(same, SPARE_TOK_S)))
+            same = speed(old) if old and old["gpu"] == r["gpu"] else None
+            lines.append(judged("fastest, tokens/s", speed(r), same, parts(same, SPARE_TOK_S)))
         elif not r["rung"].startswith(WITHOUT):
             was = old and speedup_over(old)
             lines.append(judged(f"fastest over {r['rung']}", speedup_over(r), was, parts(was, SPARE)))
@@ -82,7 +86,7 @@ def speed_lines(found, records): # of a `SpeedRun`; of the course
 
 # %% ../../nbs/source/benchmarks/confirm.ipynb #22dd8970
 def pace(found, records): # as for `speed_lines`
-    "Return how many times as long steps take here as on record: the median over rivals, without any the lowest of our lists"
+    "Return how many times as long steps take as on record: the median over rivals, else our lists' lowest"
     pairs = [(r["rung"], r["ms"]/old["ms"]) for r in found if (old := record_for(records, r))]
     rivals = [x for k, x in pairs if k in PEERS]
     return median(rivals) if rivals else min((x for _, x in pairs), default=1.)
@@ -122,9 +126,11 @@ def loss_lines(found): # as for `speed_lines`
     for r in found:
         if r is ours: continue
         rung = r["rung"].removeprefix(WITHOUT) if r["rung"].startswith(WITHOUT) else ""
-        if ours and r.get("rungs") is not None and (rung or r["rung"] in own_lists() or r["rung"].startswith("compile_")):
-            why, what = disagreement(ours, r), f"fastest computes what {r['rung']} does"
-        else: why, what = "" if r["losses"][1] < r["losses"][0] else "its loss doesn't fall", f"{r['rung']} learns"
+        model = rung or r["rung"] in own_lists() or r["rung"].startswith("compile_") # is ours
+        if ours and model: why, what = disagreement(ours, r), f"fastest computes what {r['rung']} does"
+        else:
+            what, learns = f"{r['rung']} learns", r["losses"][1] < r["losses"][0]
+            why = "" if learns else "its loss doesn't fall"
         lines.append(Line(what, r["losses"], None, NO if why else YES, why, rung if why else ""))
     return lines
 
@@ -133,7 +139,8 @@ def guilty(lines, lists=None): # `Line`s; name -> rungs, by default `own_lists`
     "Return the rungs that lines blame, without those that are blamed for what builds on them"
     lists = own_lists() if lists is None else lists
     whole = {*lists.get("fastest", ())}
-    out = {o.rung: whole - {*lists.get(f"{WITHOUT}{o.rung}", whole - {o.rung})} for o in lines if o.rung and o.verdict == NO}
+    left_out = lambda rung: whole - {*lists.get(f"{WITHOUT}{rung}", whole - {rung})}
+    out = {o.rung: left_out(o.rung) for o in lines if o.rung and o.verdict == NO}
     return [k for k, s in out.items() if not any(o < s for o in out.values())]
 
 # %% ../../nbs/source/benchmarks/confirm.ipynb #dd424329
@@ -142,9 +149,10 @@ RACE = "from llm_speedrun.cli import speedrun_race; speedrun_race()"
 
 def race_words(out, data, minutes, clone): # folder, corpus, minutes of training for each, folder of nanoGPT
     "Return the options of the race. On a CPU steps have few tokens, so that there is time for enough of them"
-    ours, theirs = ("", "") if torch.cuda.is_available() else ("--step_tokens 512 --micro_batch_size 8", ":batch=512")
-    return ["--run", f"ours: {ours}", "--peer", f"nanogpt={clone}{theirs}", "--out", str(out), "--data", str(data),
-            "--minutes", f"{minutes:g}", "--num_evals", "2"]
+    gpu = torch.cuda.is_available()
+    ours, theirs = ("", "") if gpu else ("--step_tokens 512 --micro_batch_size 8", ":batch=512")
+    return ["--run", f"ours: {ours}", "--peer", f"nanogpt={clone}{theirs}", "--out", str(out),
+            "--data", str(data), "--minutes", f"{minutes:g}", "--num_evals", "2"]
 
 def run_race(words, out):
     "Race in a process of its own. Returns the content of `race.json`. Raises `RunError`"
@@ -154,10 +162,12 @@ def run_race(words, out):
 
 def race_line(race): # content of `race.json`
     "Return the `Line` on the race"
-    losses = [median(r["loss"] for r in race["results"].get(k, [])) for k in ("ours", "nanogpt")] if len(race["results"]) == 2 else []
-    if not losses: return Line("loss below nanoGPT's in the race", [], None, NO, f"only {', '.join(race['results']) or 'nobody'} finished")
+    what = f"loss below nanoGPT's after {race['clock']:g} s on {Path(race['data']).name}"
+    found = race["results"]
+    if len(found) < 2: return Line(what, [], None, NO, f"only {', '.join(found) or 'nobody'} finished")
+    losses = [median(r["loss"] for r in found[k]) for k in ("ours", "nanogpt")]
     why = "" if losses[0] < losses[1] - CLEARLY else "ours isn't lower"
-    return Line(f"loss below nanoGPT's after {race['clock']:g} s on {Path(race['data']).name}", losses, None, NO if why else YES, why)
+    return Line(what, losses, None, NO if why else YES, why)
 
 # %% ../../nbs/source/benchmarks/confirm.ipynb #32c81904
 RIVALS = "nanogpt", "nanochat"
@@ -166,16 +176,20 @@ def clone_at(adapter, folder): # an `Adapter` with a clone; of the clone, which 
     "Clone a project at its known commit. Raises `RunError`"
     git = lambda *words: subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True)
     folder.mkdir(parents=True)
-    for words in (["init", "-q"], ["fetch", "-q", "--depth", "1", adapter.clone, adapter.commit], ["checkout", "-q", "FETCH_HEAD"]):
-        if (p := git(*words)).returncode: raise RunError(f"{adapter.clone} can't be cloned: {p.stderr.strip()[-200:]}")
+    fetch = "fetch", "-q", "--depth", "1", adapter.clone, adapter.commit
+    for words in (("init", "-q"), fetch, ("checkout", "-q", "FETCH_HEAD")):
+        if not (p := git(*words)).returncode: continue
+        raise RunError(f"{adapter.clone} can't be cloned: {p.stderr.strip()[-200:]}")
 
 def wrong_clone(adapter, folder): # of a clone
     "Return why a clone isn't what we know, \"\" if it is"
     at, known = source_of(folder, adapter.step_files[0]), adapter.commit[:12]
-    if at.startswith("sha256"): return f"{folder} has neither .git nor a file COMMIT, so its commit isn't known"
+    if at.startswith("sha256"): return f"{folder} has neither .git nor a file COMMIT that names its commit"
     return "" if at == f"commit {known}" else f"{folder} is at {at}, and what is recorded is at {known}"
 
-def rivals_in(folder, offline, log_info=print): # of clones, which may not exist; whether nothing may be fetched
+def rivals_in(folder, # of clones; may not exist
+              offline, # whether nothing may be fetched
+              log_info=print): # takes a line
     "Clone what isn't there. Returns name -> why a rival can't take part"
     wrong = {}
     for name in RIVALS:
@@ -193,35 +207,42 @@ ON_GPU = "fastest16 nanogpt compile_flash4 rungs fastest-installed transformers 
 ON_CPU = "fastest16 nanogpt compile_blocks rungs".split()
 
 def measure_again(out, rivals, wrong, seconds): # folder, of clones, of `rivals_in`, for all of it
-    "Measure as many contenders as there is time for. Returns the `SpeedRun`, and name -> why it wasn't measured"
+    "Measure what there is time for. Returns the `SpeedRun`, and name -> why a contender is missing"
     gpu = torch.cuda.is_available()
-    run = SpeedRun(Path(out)/"steps.json", workload("124m" if gpu else "tiny"), 64 if gpu else 2, *((8, 3) if gpu else (2, 1)),
-                   seconds=seconds, rivals=rivals)
+    model, batch, rounds, reps = ("124m", 64, 8, 3) if gpu else ("tiny", 2, 2, 1)
+    run = SpeedRun(Path(out)/"steps.json", workload(model), batch, rounds, reps, seconds, rivals=rivals)
     todo = run.measure_all(k for k in named(ON_GPU if gpu else ON_CPU) if k not in wrong)
     return run, wrong | run.failed | {k: "not reached in time" for k in todo}
 
 def lines_of(found, records, race=None, # of a `SpeedRun`; of the course; content of `race.json`
              failed={}): # name -> error of a contender
-    "Return all `Line`s. A list of ours that can't be measured contradicts the records; a rival is only left out"
+    "Return all `Line`s. A list of ours that fails contradicts the records; a rival is only left out"
     own = {k: why for k, why in failed.items() if k in own_lists()}
-    ran = [Line(f"{k} runs", [], None, NO, why, k.removeprefix(WITHOUT) if WITHOUT in k else "") for k, why in own.items()]
-    return speed_lines(found, records) + rung_lines(found, records) + loss_lines(found) + ran + ([race_line(race)] if race else [])
+    rung = lambda k: k.removeprefix(WITHOUT) if WITHOUT in k else ""
+    ran = [Line(f"{k} runs", [], None, NO, why, rung(k)) for k, why in own.items()]
+    return [*speed_lines(found, records), *rung_lines(found, records), *loss_lines(found), *ran,
+            *([race_line(race)] if race else [])]
 
 def outcome(lines, lists=None): # `Line`s; as for `guilty`
-    "Return a sentence, and the exit status: 0 where nothing contradicts the records, 1 where something does, 3 where nothing was compared"
+    "Return a sentence, and the exit status: 1 where something contradicts, 3 where nothing was compared"
     wrong, gpu = [o for o in lines if o.verdict == NO], torch.cuda.is_available()
-    if names := guilty(lines, lists): return f"Not confirmed. Look at {' and '.join(f'the rung {k}' for k in names)}.", 1
+    blamed = " and ".join(f"the rung {k}" for k in guilty(lines, lists))
+    if blamed: return f"Not confirmed. Look at {blamed}.", 1
     if wrong: return f"Not confirmed: {len(wrong)} of {len(lines)} numbers.", 1
     if not gpu: return "This was a test of the program. A CPU confirms nothing.", 0
     compared = sum(o.recorded is not None for o in lines)
-    return (f"Confirmed: {compared} numbers.", 0) if compared else ("Nothing was confirmed: no record to compare with.", 3)
+    if not compared: return "Nothing was confirmed: no record to compare with.", 3
+    return f"Confirmed: {compared} numbers.", 0
 
 def number(x): return f"{x:,.0f}" if abs(x) > 1000 else f"{x:.4g}"
 
 def lines_table(lines): # `Line`s
     "Return the `Table` of what was measured, with the range on record"
-    span = lambda o: f"{number(o[0])} ({number(o[1])} to {number(o[2])})" if o and len(o) == 3 else " and ".join(map(number, o or []))
-    return table(["", "now", "on record", ""], [[o.what, span(o.now), span(o.recorded), o.verdict + f": {o.why}"*bool(o.why)] for o in lines])
+    def span(o): # a list of median, low, high, or of two losses; or None
+        if o and len(o) == 3: return "{} ({} to {})".format(*map(number, o))
+        return " and ".join(map(number, o or []))
+    rows = [[o.what, span(o.now), span(o.recorded), o.verdict + f": {o.why}"*bool(o.why)] for o in lines]
+    return table(["", "now", "on record", ""], rows)
 
 def confirm(out, # folder to work in
             records, # folder of records
@@ -242,8 +263,9 @@ def confirm(out, # folder to work in
     elif race_minutes: missing["race"] = wrong["nanogpt"]
     lines = lines_of(run.records, records_of(records), race, run.failed)
     said, status = outcome(lines)
-    replace_file(Path(out)/"confirm.json", json.dumps(dict(outcome=said, status=status, lines=[*map(asdict, lines)], missing=missing, records=run.records,
-                 race=race, **machine(), **run.facts), indent=1) + "\n")
+    result = dict(outcome=said, status=status, lines=[*map(asdict, lines)], missing=missing,
+                  records=run.records, race=race, **machine(), **run.facts)
+    replace_file(Path(out)/"confirm.json", json.dumps(result, indent=1) + "\n")
     print(f"\n{lines_table(lines)}\n")
     for k, why in missing.items(): print(f"{k} wasn't measured: {why}")
     print(f"{said} Attach {Path(out)/'confirm.json'} to an issue, whatever it says.")

@@ -55,8 +55,8 @@ class AutoChunker(PlainCompile):
 
     def step_missing(self):
         from llm_speedrun.compat import inductor_config
-        missing = "" if hasattr(inductor_config, "auto_chunker") else f"torch {torch.__version__} has no auto-chunker"
-        return missing or super().step_missing()
+        if hasattr(inductor_config, "auto_chunker"): return super().step_missing()
+        return f"torch {torch.__version__} has no auto-chunker"
 
     def step(self, config, path):
         from llm_speedrun.compat import inductor_config
@@ -243,8 +243,10 @@ def joules_of(step, # a function without arguments
     return (used() - before) / n
 
 # %% ../../nbs/source/benchmarks/peers.ipynb #25peer63
-ATTENTION = {"cuDNN": "cudnn.*sdpa|sdpa.*cudnn", "FlashAttention-4": "flash_attn_?cute", "FlashAttention-3": "FlashAttn(Fwd|Bwd)Sm90",
-             "FlashAttention-2": "pytorch_flash|flash_attention_for_cpu", "memory-efficient": "fmha_cutlass|efficient_attention"}
+ATTENTION = {"cuDNN": "cudnn.*sdpa|sdpa.*cudnn", "FlashAttention-4": "flash_attn_?cute",
+             "FlashAttention-3": "FlashAttn(Fwd|Bwd)Sm90",
+             "FlashAttention-2": "pytorch_flash|flash_attention_for_cpu",
+             "memory-efficient": "fmha_cutlass|efficient_attention"}
 
 def attention_in(names): # of kernels, or on a CPU of operations
     "Return which of `ATTENTION` ran, names with commas; \"\" where no fused one did"

@@ -36,13 +36,14 @@ def own_lists():
     more = {f"{k}-{name}": [r for r in rungs if r not in out]
             for k, rungs in found.items() for name, out in LEFT_OUT.items()}
     fastest = rung_specs(found["fastest"])
-    return found | more | {f"{WITHOUT}{s.name}": [o.name for o in without_rung(fastest, s.name)] for s in fastest}
+    without = lambda name: [s.name for s in without_rung(fastest, name)]
+    return found | more | {f"{WITHOUT}{s.name}": without(s.name) for s in fastest}
 
 # %% ../../nbs/source/benchmarks/speed_run.ipynb #0e54d6ac
-HEADLINE = ("fastest16 fastest-installed nanogpt compile_flash4 transformers_liger_compile nanochat compile_whole "
-            "nanogpt_tensorwise nanochat_own_step nanochat_flash4 fastest16-installed transformers nanochat_fp8 "
-            "transformers_compile compile_chunker compile_tensorwise transformers_fp8 transformers_hopper "
-            "compile_rowwise_with_gw_hp compile_autotuned").split()
+HEADLINE = ("fastest16 fastest-installed nanogpt compile_flash4 transformers_liger_compile nanochat "
+            "compile_whole nanogpt_tensorwise nanochat_own_step nanochat_flash4 fastest16-installed "
+            "transformers nanochat_fp8 transformers_compile compile_chunker compile_tensorwise "
+            "transformers_fp8 transformers_hopper compile_rowwise_with_gw_hp compile_autotuned").split()
 
 def named(names): # of contenders; "headline" stands for `HEADLINE`, "rungs" for `fastest` without each rung
     "Return the names in their order, each once"
@@ -59,10 +60,10 @@ def clone_folder(adapter, # an `Adapter` with a clone
 
 def contestant(name, # of one of `own_lists`, or a key of `PEERS`
                rivals=None): # folder of clones
-    "Return what builds it from a `GPTConfig`, and the tokens of its step, 0 for as many as ours. Raises `InputError`"
+    "Return what builds it, and the tokens of its step, 0 for as many as ours. Raises `InputError`"
     if name in (lists := own_lists()): return partial(peers.build_ours, lists[name]), 0
-    setup, a = peers.peer(name, clone_folder(peers.PEERS[name], rivals) if name in peers.PEERS else None), peers.PEERS[name]
-    return setup, a.tokens
+    a = peers.PEERS.get(name)
+    return peers.peer(name, a and clone_folder(a, rivals)), a.tokens
 
 # %% ../../nbs/source/benchmarks/speed_run.ipynb #90d5edf8
 PACKAGES = "torchao liger-kernel transformers flash-attn-4 quack-kernels bitsandbytes numpy".split()
@@ -96,13 +97,14 @@ class SpeedRun:
     log_info: object = print # takes a line
 
     def __post_init__(self):
-        self.began, self.records, self.failed, self.anchor = time.monotonic(), load_records(self.path), {}, None
+        self.began, self.records = time.monotonic(), load_records(self.path)
+        self.failed, self.anchor = {}, None
         before = self.records[0] if self.records else {}
         self.facts = run_facts(self.run or before.get("run", ""))
         now = machine() | self.facts
         if differs := [k for k in SAME if before and before.get(k) != now[k]]: raise InputError(
-            f"{self.path} holds a run with {differs[0]} {before.get(differs[0])}, and here it is {now[differs[0]]}: "
-            "choose another file")
+            f"{self.path} holds a run with {differs[0]} {before.get(differs[0])}, and here it is "
+            f"{now[differs[0]]}: choose another file")
 
     def left(self): return self.seconds - (time.monotonic() - self.began)
 
@@ -125,12 +127,14 @@ class SpeedRun:
         self.anchor.measured.rounds, c.measured.rounds = turns.values()
         medians = [[*map(statistics.median, rounds)] for rounds in turns.values()]
         self.save_anchor(medians[0])
-        mine = dict(ms_of_fastest=self.anchor.measured.times.ms, joules_of_fastest=self.find("fastest")["joules"])
-        self.save(peers.contender_record(c, self.anchor) | mine | dict(measured="step", rounds=[*zip(*medians)]))
+        mine = dict(ms_of_fastest=self.anchor.measured.times.ms,
+                    joules_of_fastest=self.find("fastest")["joules"])
+        record = peers.contender_record(c, self.anchor)
+        self.save(record | mine | dict(measured="step", rounds=[*zip(*medians)]))
         return self.find(name)
 
     def built(self, name): # of a contender
-        "Return what `contender` takes: what builds it, the model, sequences in a step, the largest micro-batch"
+        "Return what `contender` takes: a builder, the model, sequences in a step, the largest micro-batch"
         setup, tokens = contestant(name, self.rivals)
         return setup, self.config, tokens//self.config.seq_len or self.batch, self.batch
 
@@ -142,7 +146,7 @@ class SpeedRun:
         self.save(with_ms(old, t.ms) | dict(ms_p20=t.p20, ms_p80=t.p80, measured="step", rounds=rounds))
 
     def measure_all(self, names):
-        "Measure those that aren't in the file, until the time is over. Returns the names that weren't reached"
+        "Measure those that aren't in the file, until the time is over. Returns those that weren't reached"
         todo = [n for n in names if n != "fastest" and not self.find(n)]
         while todo and self.left() > 0:
             name = todo.pop(0)
@@ -162,15 +166,16 @@ def with_ms(record, ms): # milliseconds of a step
 
 def pair_line(r): # a record of `SpeedRun.measure`
     "Describe a contender's record in a line"
-    return (f"{r['workload']} B{r['batch']} {r['rung']}: {r['tok_s']:,.0f} tokens/s in micro-batches of {r['micro']}, "
-            f"fastest is {1/r['ratio']:.3f}x ({1/r['ratio_p90']:.3f} to {1/r['ratio_p10']:.3f}) at "
+    return (f"{r['workload']} B{r['batch']} {r['rung']}: {r['tok_s']:,.0f} tokens/s in micro-batches of "
+            f"{r['micro']}, fastest is {1/r['ratio']:.3f}x "
+            f"({1/r['ratio_p90']:.3f} to {1/r['ratio_p10']:.3f}) at "
             f"{r['ms_of_fastest']:.2f} ms; attention: {r['attention'] or 'not fused'}")
 
 # %% ../../nbs/source/benchmarks/speed_run.ipynb #b2b0cf09
 TRAIN = "from llm_speedrun.cli import speedrun_train; speedrun_train()"
 
 def late_stretches(rows): # of `metrics.jsonl`
-    "Return the milliseconds of a step in each logged stretch of the second half, and over all of them. Raises `RunError`"
+    "Return a step's milliseconds in each logged stretch of the second half, and in all. Raises `RunError`"
     marks = [(r["train_s"], r["step"]) for r in rows if r.get("train_s")]
     late = [m for m in marks if m[0] >= marks[-1][0]/2]
     if len(late) < 3: raise RunError(f"{len(marks)} logged stretches of steps are too few: train for longer")
@@ -186,19 +191,21 @@ def train_speed(run, # a `SpeedRun`
                 name, # of one of `own_lists`
                 data, # a corpus
                 seconds): # of training
-    "Train with the default recipe, and save the record as `measured=\"training\"`. Returns it. Raises `RunError`"
+    "Train with the default recipe, save the record with `measured=training`, and return it. Or `RunError`"
     rungs, out = own_lists()[name], Path(run.path).parent/"training"
-    said = dict(model=run.config.name, data=data, minutes=seconds/60, rungs=trained_rungs(name), out=out, name=name,
-                recipe=BEST, num_evals=1, sample_tokens=0, seq_len=run.config.seq_len)
+    said = dict(model=run.config.name, data=data, minutes=seconds/60, rungs=trained_rungs(name), out=out,
+                name=name, recipe=BEST, num_evals=1, sample_tokens=0, seq_len=run.config.seq_len)
     words = [f"--{k}={v}" for k, v in said.items()]
     p = subprocess.run(python_command(TRAIN, *words, "--overwrite"), capture_output=True, text=True)
     if p.returncode: raise RunError(f"training {name} failed: {(p.stdout + p.stderr).strip()[-500:]}")
     config, result = (read_json(out/name/f"{k}.json", dict) for k in ("config", "result"))
     stretches, ms = late_stretches(read_rows(out/name/"metrics.jsonl"))
     tokens, seq, model = config["step_tokens"], run.config.seq_len, run.config
-    r = make_record(name, Measured([[o] for o in stretches], None, result["start"]["seconds"]), batch=tokens//seq,
-                    seq=seq, flops=(train_flops(model), train_flops(model, causal=True)), mfu_peak="bf16", workload=model.name,
-                    dtype="fp8" if "fp8" in rungs else "bf16", rungs=rungs, code=code_of(rungs),
+    flops = [train_flops(model, causal=o) for o in (False, True)]
+    timed = Measured([[o] for o in stretches], None, result["start"]["seconds"])
+    r = make_record(name, timed, batch=tokens//seq, seq=seq, flops=flops, mfu_peak="bf16",
+                    workload=model.name, dtype="fp8" if "fp8" in rungs else "bf16", rungs=rungs,
+                    code=code_of(rungs),
                     seconds=seconds, recipe=config.get("recipe"), data=Path(data).name)
-    run.save(with_ms(r, ms) | dict(measured="training")) # all tokens of the half over all its seconds, in place of the median stretch
+    run.save(with_ms(r, ms) | dict(measured="training")) # of all stretches together, not of the median one
     return run.find(name, "training")
