@@ -266,7 +266,8 @@ def race(field, # `Contender`s, ours first
 # %% ../../nbs/source/benchmarks/peers.ipynb #25peer64
 def speed_ratio(first, c): # `Contender`s that have raced
     "Return the ratio of their tokens per second as `speedup` does, for steps of different size too"
-    return {k: r*c.tokens/first.tokens for k, r in speedup(first.measured, c.measured).items()}
+    found = speedup(first.measured, c.measured)
+    return found | {k: found[k]*c.tokens/first.tokens for k in ("ratio", "ratio_p10", "ratio_p90")}
 
 def contender_record(c, # a `Contender` that has raced
                      first): # the one that it's compared with

@@ -79,7 +79,7 @@ def test_which_record(tmp_path):
     (tmp_path/"peers/a.json").write_text(json.dumps([old("nanogpt", .5)]))
     assert [r["ratio"] for r in records_of(tmp_path)] == [.5] and records_of(tmp_path/"peers") == []
     (tmp_path/"headline").mkdir()
-    found = [old("nanogpt", .6, gpu="NVIDIA H200"), old("nanogpt", .65), old("nanogpt", .9, batch=32), old("fastest", 1., measured="training")]
+    found = [old("nanogpt", .9, batch=32), old("nanogpt", .6, gpu="NVIDIA H200"), old("nanogpt", .65), old("fastest", 1., measured="training")]
     (tmp_path/"headline/a.json").write_text(json.dumps(found))
     found = records_of(tmp_path)
     assert len(found) == 3

@@ -70,7 +70,8 @@ def test_the_commit_of_a_tree(tmp_path):
 def test_a_step_of_its_own_size(tmp_path):
     "The ratio is of tokens per second, so a step of twice the tokens in twice the time is as fast"
     fast = SimpleNamespace(tokens=64, measured=Measured([[10.], [10.]], None, 0.))
-    assert speed_ratio(fast, SimpleNamespace(tokens=128, measured=Measured([[20.], [25.]], None, 0.))) == dict(ratio=.9, ratio_p10=.8, ratio_p90=1.)
+    found = speed_ratio(fast, SimpleNamespace(tokens=128, measured=Measured([[20.], [25.]], None, 0.)))
+    assert found.items() >= dict(ratio=.9, ratio_p10=.8, ratio_p90=1.).items() and found.get("ratio_rounds", 2) == 2
     a = contender("a", lambda c: build_ours([], c), NANO, 2)
     b = contender("b", lambda c: build_ours([], c), NANO, 8, 2)
     first, r = race([a, b], 2, 1)
