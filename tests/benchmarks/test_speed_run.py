@@ -60,6 +60,7 @@ def test_records_say_what_ran(tmp_path):
     assert "flash" in r["attention"].lower() and r["grad_norm"] > 0 and r["losses"][1] < r["early_loss"] < r["losses"][0]
     assert json.loads((tmp_path/"run.json").read_text()) == json.loads(json.dumps(run.records))
     assert r["code"] and r["commit"] == tree_commit()
+    assert ours["rounds"] == [mine for mine, _ in r["rounds"]] and r["ms_of_fastest"] == pytest.approx(ours["ms"], rel=.5)
 
 def test_the_commit_of_a_tree(tmp_path):
     (tmp_path/"llm_speedrun").mkdir(); (tmp_path/"llm_speedrun/__init__.py").write_text("")
