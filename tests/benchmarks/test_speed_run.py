@@ -68,7 +68,7 @@ def test_the_commit_of_a_tree(tmp_path):
     (tmp_path/"COMMIT").write_text("0123456789abcdef\n")
     assert tree_commit(tmp_path) == "0123456789ab"
 
-def test_a_step_of_its_own_size(tmp_path):
+def test_a_step_of_its_own_size(tmp_path, monkeypatch):
     "The ratio is of tokens per second, so a step of twice the tokens in twice the time is as fast"
     fast = SimpleNamespace(tokens=64, measured=Measured([[10.], [10.]], None, 0.))
     found = speed_ratio(fast, SimpleNamespace(tokens=128, measured=Measured([[20.], [25.]], None, 0.)))
@@ -78,6 +78,8 @@ def test_a_step_of_its_own_size(tmp_path):
     first, r = race([a, b], 2, 1)
     assert (r["batch"], r["micro"]) == (8, 2) and r["tok_s"] == pytest.approx(8*NANO.seq_len/r["ms"]*1e3)
     assert CLONED["nanochat_own_step"].tokens == 2**19 and contestant("safe")[1] == 0
+    monkeypatch.setattr(module, "contestant", lambda name, rivals: (None, 8*NANO.seq_len))
+    assert run_in(tmp_path/"run.json").built("theirs")[2:] == (8, 2) # sequences in a step, and in its largest micro-batch
 
 def test_training(tmp_path, monkeypatch):
     "Tokens of the second half over its seconds, with the command's own files; an error says what it said"
