@@ -529,4 +529,5 @@ CLONED |= {f"nanogpt_{k}": NanoGPT(k) for k in ("tensorwise", "rowwise")}
 CLONED |= dict(nanochat_fp8=Nanochat(fp8=True), nanochat_flash4=Nanochat(flash4=True),
                nanochat_own_step=Nanochat(tokens=2**19)) # of its runs of 12 layers
 RACERS = {k.removesuffix("-nanogpt"): CLONED[k] for k in ("nanogpt", "modded-nanogpt", "nanochat")}
-RACERS |= dict(modded_batched=ModdedNanoGPT(batched=True), nanochat_scaled=Nanochat(scaled=True), autoresearch=Autoresearch())
+RACERS |= dict(modded_batched=ModdedNanoGPT(batched=True), nanochat_scaled=Nanochat(scaled=True),
+               autoresearch=Autoresearch())

@@ -234,7 +234,10 @@ def outcome(lines, lists=None): # `Line`s; as for `guilty`
     if not compared: return "Nothing was confirmed: no record to compare with.", 3
     return f"Confirmed: {compared} numbers.", 0
 
-def number(x): return f"{x:,.0f}" if abs(x) > 1000 else f"{x:.4g}"
+def number(x):
+    "Return a number as text: whole if it is large, else with four digits"
+    return f"{x:,.0f}" if abs(x) > 1000 else f"{x:.4g}"
+
 
 def lines_table(lines): # `Line`s
     "Return the `Table` of what was measured, with the range on record"
