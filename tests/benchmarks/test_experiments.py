@@ -27,7 +27,7 @@ def sources(tmp_path_factory):
         (repo/f"near/{k:02}.md").write_text(text(k, 110) + " " + text(1000 + k, 10)) # most of it is the same
     (repo/"own/copy.md").write_text(text(0)); (repo/"own/spaces.md").write_text(text(1).replace(" ", "\n"))
     (repo/"own/code.c").write_text(text(7000)); (repo/"own/short.md").write_text("short"); (repo/"own/binary.md").write_bytes(b"\xff\xfe\x80"*100)
-    (repo/"own/link.md").symlink_to("00.md")
+    (repo/"own/link.md").symlink_to("x"*210) # whose blob is long enough for a text
     git(repo, "init", "-q"); git(repo, "add", "-A"); git(repo, "commit", "-qm", "texts")
     return clones, [dict(repository="some/docs", commit=git(repo, "rev-parse", "HEAD"), license="CC0", suffixes=[".md"])]
 
