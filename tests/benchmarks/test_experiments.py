@@ -49,7 +49,7 @@ def test_the_corpus_has_no_duplicates_and_three_parts(made):
     parts = {k: set(texts_of(corpus, t)) for k, t in dict(train=corpus.train, val=corpus.val, test=make_corpus_test(corpus)).items()}
     assert {k: len(v) for k, v in parts.items()} == {k.split("_")[0]: r["texts"] for k, r in record["result"].items()}
     assert not parts["train"] & parts["val"] and not parts["train"] & parts["test"] and not parts["val"] & parts["test"] and parts["val"] and parts["test"]
-    assert record["dropped"]["duplicates"] == 2 and record["dropped"]["unreadable"] == 1
+    assert record["dropped"]["duplicates"] == 2 and record["dropped"]["unreadable or short"] == 1
     assert record["repositories"][0]["files"] == 123, "not the link, the source file and the short one"
     assert sum(len(v) for v in parts.values()) + sum(n for k, n in record["dropped"].items() if "13" in k) == 120
     assert not any(t.startswith("---") for v in parts.values() for t in v)
