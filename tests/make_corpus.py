@@ -116,7 +116,7 @@ class Known:
 
 def gather(sources, clones):
     "All texts in their order, as UTF-8, and what each repository gave"
-    texts, about, dropped = {}, [], dict(unreadable=0, duplicates=0)
+    texts, about, dropped = {}, [], {"unreadable or short": 0, "duplicates": 0}
     for s in sources:
         folder = clone_of(s, clones)
         files = listed(folder, s)
@@ -124,7 +124,7 @@ def gather(sources, clones):
         before, size = len(texts), 0
         for data in contents(folder, files):
             text = text_of(data)
-            if text is None: dropped["unreadable"] += 1; continue
+            if text is None: dropped["unreadable or short"] += 1; continue
             key = hashlib.blake2b(" ".join(text.split()).encode(), digest_size=16).digest()
             if key in texts: dropped["duplicates"] += 1; continue
             texts[key] = text.encode(); size += len(texts[key])

@@ -1,5 +1,5 @@
 "The clock of a race with made-up seconds, its options and its folder, before anything runs."
-import json, textwrap
+import json, os, textwrap
 from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
@@ -168,3 +168,21 @@ def test_batches_of_all_are_ours():
     for changes in (nanogpt_changes(0), modded_changes(like, 4)): assert sum("race_batches" in new for new in changes.values()) == 1
     assert {"modded_batched", "nanochat_scaled"} <= {*RACERS} and RACERS["modded_batched"].batched and not RACERS["modded"].batched
     assert RACERS["nanochat_scaled"].scaled and not RACERS["nanochat"].scaled
+
+@pytest.mark.cuda
+def test_positions_of_the_fastest_list(tmp_path):
+    "Beginnings of rows go through the kernels of `fastest`, too: the blocks' mean is the loss"
+    out = tmp_path/"race"
+    speedrun_race(["--data", "stdlib", "--minutes", ".3", "--seq_len", "1024", "--num_evals", "2", "--out", str(out), "--run", "a: --recipe speedrun --rungs fastest"])
+    r, = json.loads((out/"race.json").read_text())["results"]["a"]
+    assert r["precision"] == "fp8" and len(r["positions"]) == 4
+    if r["evaluated"] <= 512*1024: assert sum(r["positions"])/4 == pytest.approx(r["loss"], abs=2e-3)
+
+@pytest.mark.cuda
+@pytest.mark.skipif("RACE_CLONES" not in os.environ, reason="needs RACE_CLONES, a folder with modded-nanogpt")
+def test_modded_in_stacks_trains(tmp_path):
+    "Its script with the changes, on a GPU: it races and learns"
+    out = tmp_path/"race"
+    speedrun_race(["--data", "stdlib", "--minutes", ".5", "--num_evals", "2", "--out", str(out), "--peer", f"modded_batched={os.environ['RACE_CLONES']}/modded-nanogpt:batch=32768"])
+    first, last = json.loads((out/"race.json").read_text())["results"]["modded_batched"][0]["marks"]
+    assert last["loss"] < first["loss"] < 8
