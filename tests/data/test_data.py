@@ -535,7 +535,8 @@ def test_windows_across_files(tmp_path):
 
 def test_prefetch_ends_its_thread(tmp_path):
     s = Shards(write_bin(tmp_path/"a.bin"))
-    def running(): return [t for t in threading.enumerate() if t.name.startswith("prefetch")]
+    before = {*threading.enumerate()}
+    def running(): return [t for t in threading.enumerate() if t.name.startswith("prefetch") and t not in before]
     g = prefetch(Batches(s, 4, 64), "cpu")
     next(g)
     assert running()

@@ -1,9 +1,11 @@
 "Muon of sharded matrices: several processes that each have a part of every matrix take the steps of one, whatever the layout; momentum takes a part of the memory."
+import os, subprocess, sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 import numpy as np, pytest, torch
-from helpers.timeouts import wait_until
+from helpers.timeouts import TIMEOUT, wait_until
 from helpers.tiny_runs import NANO, fails
 from llm_speedrun.checkpoint.load import OpenCheckpoint
 from llm_speedrun.checkpoint.save_sharded import make_saver, to_shard
@@ -253,14 +255,24 @@ def by_kernels(world):
     shapes, ways = ((20, 70), (70, 20), (70, 20), (1, 33)), WAYS[-1:]
     return runs_kernel(torch.zeros(1)), [gaps(world, "rows", shapes, ways=ways), gaps(world, "mixed", shapes[:3], ways=WAYS[:1])]
 
-def test_kernels(kernels, monkeypatch):
-    "Runs of shards by the kernels of whole matrices, in Triton's interpreter: the processes have imported these for it, or import them now"
-    pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    for on, found in run_distributed(2, by_kernels):
+PROGRAM = """
+if __name__ == "__main__":
+    import test_sharded_muon as t
+    for on, found in t.run_distributed(2, t.by_kernels):
         assert on
         for gap, moved, _ in found: assert gap < 1e-5 and moved > .01, found
+    print("exact")
+"""
+
+def test_kernels(tmp_path):
+    "Runs of shards by the kernels of whole matrices, in Triton's interpreter: in new processes, since this one may have imported Triton without it"
+    pytest.importorskip("triton")
+    (tmp_path/"program.py").write_text(PROGRAM)
+    tests = Path(__file__).parent
+    paths = os.pathsep.join([str(tests), str(tests.parent), str(tests.parents[1]), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | dict(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=paths)
+    done = subprocess.run([sys.executable, tmp_path/"program.py"], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.stdout == "exact\n", done.stderr
 
 # --- checkpoints: what one layout saves each other loads, to the bit ---
 

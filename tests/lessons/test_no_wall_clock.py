@@ -16,6 +16,7 @@ ALLOWED = {
     ("test_pipeline.py", "time.sleep(.03)"): "the killed program's own pace. Nothing waits for it, and it stops where the kill is to come",
     ("test_world.py", "liveness.Heartbeat(w, logs, timeout=1)"): "the other process hangs until this is over",
     ("test_world.py", 'liveness.FlagExchange(w, "stop", lag=1, timeout=1, heartbeat=watch)'): "as above; this process begins to wait once the stack is there",
+    ("confirm.py", "time.sleep(.4)"): "a rung that is broken on purpose, so that it is slow",
     ("measure", "time.sleep(.01)"): "a phase of a start, so that its table has something to show",
     ("batches", "woken.wait(30)"): "a source that stalls. Were it waited for, its thread would have ended, and the assertion fails",
     ("44_metrics", "time.sleep(.02)"): "a slow loader, which the reader is to see in a table",
