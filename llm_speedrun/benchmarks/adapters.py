@@ -191,6 +191,7 @@ class AdapterContext:
         self.batch, self.layers, self.width = o["batch"], o["layers"], o["width"]
         self.lr, self.wd, self.micro = o["lr"]*self.job.lr, o["wd"]*self.job.wd, o["micro"]
         self.clone, self.seq, self.gpu = Path(self.job.clone), self.job.seq, torch.cuda.is_available()
+        self.opened = contextlib.ExitStack() # what is closed after the run
 
     def rows(self, usual): # sequences in a micro-batch, if they divide the batch
         "Return the sequences in a step and in a micro-batch. Raises `InputError` if they don't divide"
@@ -203,7 +204,8 @@ class AdapterContext:
 
     def batches(self, n): # sequences in each
         "Return an endless iterator of batches (x, y), n T each, on the device"
-        return prefetch(Batches(self.corpus.train, n, self.seq, seed=self.job.seed), default_device())
+        batches = Batches(self.corpus.train, n, self.seq, seed=self.job.seed)
+        return self.opened.enter_context(contextlib.closing(prefetch(batches, default_device())))
 
     def time_budget(self, tokens, judge, plan): # of a step; an `Evaluator` -> its result; as for `TimeBudget`
         "Return the `TimeBudget` of a run, whose last result has the test text's scores, too"
@@ -508,8 +510,7 @@ class Autoresearch(Adapter):
         _, micro = c.rows(128)
         fa3 = flash_attention_3() if c.gpu else None
         def batches(tokenizer, rows, seq, split):
-            pairs = Batches(c.corpus.train, rows, seq, seed=c.job.seed)
-            for x, y in prefetch(pairs, default_device()): yield x, y, 1
+            return ((x, y, 1) for x, y in c.batches(rows))
         vocab = types.SimpleNamespace(get_vocab_size=lambda: padded(c.corpus.vocab))
         tokenizer = types.SimpleNamespace(from_directory=lambda: vocab)
         script = Script(c.clone/"train.py", autoresearch_changes(c, micro, "SSSL" if fa3 else "L"))

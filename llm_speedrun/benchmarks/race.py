@@ -169,7 +169,8 @@ def run_contestant(job, folder): # a `Job`, its folder
     context.folder.mkdir(exist_ok=True)
     os.chdir(context.folder) # the programs look for their data where they are
     run = race_ours if job.kind == "ours" else RACERS[job.kind].race
-    with nullcontext() if context.gpu else uncompiled(): return result(context, *run(context))
+    with context.opened, nullcontext() if context.gpu else uncompiled():
+        return result(context, *run(context))
 
 # %% ../../nbs/source/benchmarks/race.ipynb #race0050
 def result(context, model, budget, about): # as an adapter has it

