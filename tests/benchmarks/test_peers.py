@@ -11,10 +11,9 @@ from llm_speedrun.measure import version_of
 from llm_speedrun.model_config import matrix_params
 from llm_speedrun.benchmarks.peers import (compare_with_peers, contender, Contender, contenders, on_text, build_ours, peer, peers,
                                            peers_table, text_batch)
-from llm_speedrun.step_builder import uncompiled
 from llm_speedrun.cli import speedrun_ladder
 from llm_speedrun.train.config import LadderOptions
-from helpers.tiny_runs import NANO, fails, nano, write_bins
+from helpers.tiny_runs import NANO, fails, nano, plain, write_bins
 
 MODEL = '''
     from dataclasses import dataclass
@@ -54,13 +53,6 @@ def clone(folder, learns=True, most=99):
     code = textwrap.dedent(MODEL).replace("LEARNS", str(learns)).replace("MOST", str(most))
     (folder/"model.py").write_text(code, encoding="utf-8")
     return folder
-
-@pytest.fixture(autouse=True)
-def plain():
-    "Nothing is compiled where there is no GPU"
-    if torch.cuda.is_available(): yield
-    else:
-        with uncompiled(): yield
 
 @pytest.mark.skipif(not version_of("torchao"), reason="torchao is not installed")
 def test_a_clone_in_8_bits(tmp_path):

@@ -11,17 +11,9 @@ from llm_speedrun.benchmarks.peers import (AutoChunker, Transformers, attention_
 from llm_speedrun.benchmarks.speed_run import HEADLINE, SpeedRun, contestant, late_stretches, named, own_lists, train_speed, tree_commit
 from llm_speedrun.io_utils import InputError, RunError
 from llm_speedrun.model_config import train_flops
-from llm_speedrun.step_builder import uncompiled
 from llm_speedrun.timing import Measured
-from helpers.tiny_runs import NANO, fails, nano, relative_error
+from helpers.tiny_runs import NANO, fails, nano, plain, relative_error
 from make_readme import ROOT
-
-@pytest.fixture(autouse=True)
-def plain():
-    "Nothing is compiled where there is no GPU"
-    if torch.cuda.is_available(): yield
-    else:
-        with uncompiled(): yield
 
 def run_in(path, **kw): return SpeedRun(path, NANO, 2, 2, 1, log_info=lambda s: None, **kw)
 

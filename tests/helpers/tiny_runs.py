@@ -1,17 +1,25 @@
 "What the tests of the package share: a model that trains in milliseconds, and data for it."
 from dataclasses import fields
 import gc
-import numpy as np, pytest
+import numpy as np, pytest, torch
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from llm_speedrun.data import corpus
 from llm_speedrun.model_config import WORKLOADS, GPTConfig
 from llm_speedrun.recipes import recipe_spec
+from llm_speedrun.step_builder import uncompiled
 from llm_speedrun.stepper import enter_all
 from llm_speedrun.train.config import TrainConfig
 
 NANO = GPTConfig(name="nano", vocab=320, layers=2, width=32, heads=4, kv_heads=2, hidden=48, seq_len=32, rope_theta=500.)
 VOCAB = 300     # of the data: the model has some rows to spare
+
+@pytest.fixture(autouse=True) # in a module that imports it
+def plain():
+    "Nothing is compiled where there is no GPU"
+    if torch.cuda.is_available(): yield
+    else:
+        with uncompiled(): yield
 
 def draw_less(monkeypatch, curves=False): # whether these are drawn nevertheless, without ticks
     "Charts are made, and nothing is drawn into their images, which is half of what a tiny run costs"

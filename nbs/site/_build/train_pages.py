@@ -162,19 +162,21 @@ def explained(root):
     yield table(["model", "kind", "predicted ms", "measured ms", "measured / predicted", "reached"],
                 [[r["name"], k["kind"], f"{k['predicted_ms']:.1f}", f"{k['measured_ms']:.1f}", f"{ratio(k):.2f}×", reached(k)] for r, k in kinds])
 
+def explained_model(root, model): # its name
+    "The record of a model's step"
+    return next(r for r in explained_records(root) if r["name"] == model)
+
 def of_explained(root, model, kind): # names
     "The measured milliseconds of a kind of a model's step"
-    record = next(r for r in explained_records(root) if r["name"] == model)
-    return next(k["measured_ms"] for k in record["kinds"] if k["kind"] == kind)
+    return next(k["measured_ms"] for k in explained_model(root, model)["kinds"] if k["kind"] == kind)
 
 def kernel_ms(root, model, part): # a name; of the kernel's
     "The milliseconds of a step in kernels with this in their names"
-    record = next(r for r in explained_records(root) if r["name"] == model)
-    return sum(k["ms"] for k in record["kernels"] if part in k["name"])
+    return sum(k["ms"] for k in explained_model(root, model)["kernels"] if part in k["name"])
 
 def without_dropout(root, model, kind):
     "The measured milliseconds of a kind without dropout"
-    return next(r["without_dropout"][kind] for r in explained_records(root) if r["name"] == model)
+    return explained_model(root, model)["without_dropout"][kind]
 
 # --- models of other shapes ---
 
