@@ -182,6 +182,7 @@ def predict_run(config, rungs, # as for `count_step`
     if "cuda_graphs" in map(rung_name, rungs): launch_ms = 0. # which the count leaves out
     custom = sorted({o.name for o in ops if not o.aten and not o.flops})
     notes = [f"of the kernels {', '.join(custom)} only the bytes are counted"]*bool(custom)
-    notes += ["the recipe divides some steps otherwise"]*bool(runs[-1].batching)
+    notes += ["the recipe divides early steps, those of a profile too, into updates, which take "
+              "longer"]*bool(runs[-1].batching)
     return StepPrediction(gpu, said, step_ms(ops, peak, launch_ms), bound_of(ops, peak, launch_ms),
                           kinds_of(ops, peak, launch_ms), notes)

@@ -1,8 +1,8 @@
 """Train models of four shapes without a `--model` name with `fastest`, export them, and compare logits with transformers' and speed with the roofline.
     tests/bench_shapes.py OUT [STEPS] [options of speedrun_train ...]
 Prints a line for each shape and writes OUT/shapes.json at once: a shape that is already there is skipped. `predicted_ms` is the run's own prediction
-of its step, `kinds` that of each kind of operation next to its measured time in three profiled steps. `step_ms` is the median of the run's second
-half, without evaluations."""
+of its step, `profile_kinds` the measured time of each kind of operation in three steps. `step_ms` is the median of the run's second half, without
+evaluations. The recipe is the default one, but each step is one update of whole sequences: the prediction is of such a step."""
 import json, os, subprocess, sys, time
 from pathlib import Path
 from statistics import median
@@ -34,7 +34,7 @@ def logits_gap(run):
 
 def measured(name, folder, steps, options):
     "Train, export and compare one shape. Returns a record"
-    seconds = command(TRAIN, *SHAPES[name].split(), "--rungs", "fastest", "--profile", 3, "--steps", steps, "--out", folder, "--name", name, *options)
+    seconds = command(TRAIN, *SHAPES[name].split(), "--rungs", "fastest", "--recipe", "speedrun:updates=1:pieces=1", "--profile", 3, "--steps", steps, "--out", folder, "--name", name, *options)
     run = folder/name
     command(EXPORT, run)
     about, result = (json.loads((run/f"{k}.json").read_text()) for k in ("config", "result"))

@@ -202,10 +202,10 @@ def plain_steps(hf, steps):
 def our_steps(fast, steps): return [fast.step(batch(0), batch(1, rows=5, hide=False)).item() for _ in range(steps)]
 
 @pytest.mark.parametrize("rungs, eps", [("", 1e-5), ("auto", 1e-5), ("flash,fused_ops,chunked_ce,fused_adamw,direct_update", 1e-5), ("fused_ops,chunked_ce,adamw8bit", .01),
-                                        ("fastest", .02), ("smallest", .02), (FP8[0] + ",adamw8bit", .12)])
+                                        ("fastest", .12 if torch.cuda.is_available() else .02), ("smallest", .02), (FP8[0] + ",adamw8bit", .12)])
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
 def test_steps(kind, rungs, eps):
-    "Micro-batches of different sizes, some labels of which don't count, then weights that transformers has"
+    "Micro-batches of different sizes, some labels of which don't count, then weights that transformers has. On a GPU `fastest` has FP8"
     start = made(KINDS[kind][0], **KINDS[kind][1])
     hf, theirs = copy.deepcopy(start), copy.deepcopy(start)
     want, got = [*plain_steps(theirs, 6)], our_steps(accelerate(hf, rungs, lr=3e-3, log_info=pytest.fail), 6)

@@ -104,7 +104,8 @@ def test_gpt2(tmp_path):
 def test_llama(tmp_path):
     "Grouped queries and SwiGLU; in bf16 the same FLOPs, in which no FP32 matmul is left to be advised against"
     e = explained(llama(tmp_path), batch_size=2, seq_len=24)
-    assert kind(e, "matrix products").flops == 6*2*24*(3*(2*32*32 + 2*32*16 + 3*32*48) + 96*32)
+    angles = 2*24*4 # of RoPE: a matmul in some versions of transformers
+    assert kind(e, "matrix products").flops - 6*2*24*(3*(2*32*32 + 2*32*16 + 3*32*48) + 96*32) in (0, angles)
     assert kind(e, "fused attention").flops == 3*7*2*(2*24*24*32)/2
     half = explained(tmp_path, batch_size=2, seq_len=24, using="tf32, bf16")
     assert half.rungs == ["tf32", "bf16"] and kind(half, "matrix products").flops == kind(e, "matrix products").flops

@@ -16,6 +16,7 @@ from llm_speedrun.tools.doctor import check_run
 from llm_speedrun.tools.evals import evaluate, our_lm
 from llm_speedrun.tools.scores import Scores, asked_scores, train_callbacks
 from llm_speedrun.train.config import TrainConfig, parse_options
+from llm_speedrun.train.presets import presets
 from llm_speedrun.train.run_dir import Finished
 from llm_speedrun.train.train_step import TrainStep
 from llm_speedrun.train.trainer import Trainer, train
@@ -278,7 +279,7 @@ def test_two_processes(rungs, sigmas):
 @pytest.mark.parametrize("rungs", ["safe", "fastest16", "fastest"])
 def test_a_guard_does_not_wait(rungs):
     "On a GPU the decision is made there: no step with a guard waits for it, and a spike is skipped by each list's optimizer"
-    run = with_spike_guard(build(workload("tiny"), rungs, device="cuda"), 6.)
+    run = with_spike_guard(build(workload("tiny"), presets()[rungs], device="cuda"), 6.)
     step = make_stepper(run)
     step.guard.window = step.guard.window[:, :16].clone()
     x = torch.randint(8, (4, 64), device="cuda")
