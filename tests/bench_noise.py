@@ -8,7 +8,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 import torch
-from llm_speedrun.benchmarks.race import corpus_facts, tree_commit
+from llm_speedrun.benchmarks.adapters import tree_commit
+from llm_speedrun.benchmarks.race import corpus_facts
 from llm_speedrun.data.batches import Batches, prefetch
 from llm_speedrun.data.corpus import open_corpus
 from llm_speedrun.measure import machine

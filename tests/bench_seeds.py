@@ -7,7 +7,8 @@ A run that lies there already is not made again."""
 import json, statistics, sys
 from pathlib import Path
 from bench_start import run
-from llm_speedrun.benchmarks.race import corpus_facts, tree_commit
+from llm_speedrun.benchmarks.adapters import tree_commit
+from llm_speedrun.benchmarks.race import corpus_facts
 from llm_speedrun.benchmarks.race_report import paired
 from llm_speedrun.data.corpus import open_corpus
 

@@ -89,14 +89,21 @@ class Adapter:
 
 # %% ../../nbs/source/benchmarks/adapters.ipynb #25peer29
 def source_of(path, # folder of a clone
-              file): # in it
+              file, # in it
+              folder="."): # in it, which alone may mark a commit as changed
     "Return which code lies there: the commit, marked if the clone was changed, or a digest of `file`"
     git = lambda *words: subprocess.run(["git", "-C", str(path), *words], capture_output=True, text=True)
     if (path/".git").exists() and not (p := git("rev-parse", "HEAD")).returncode:
-        changed = git("status", "-s", "-uno").stdout.strip()
+        changed = git("status", "-s", "-uno", "--", folder).stdout.strip()
         return f"commit {p.stdout[:12]}{', changed' if changed else ''}"
     if (path/"COMMIT").exists(): return f"commit {(path/'COMMIT').read_text(encoding='utf-8')[:12]}"
     return f"sha256 {hashlib.sha256((path/file).read_bytes()).hexdigest()[:12]}"
+
+def tree_commit(root=None): # folder of the checkout, by default this package's
+    "Return the commit of a checkout, `-dirty` where the package's files differ; None without git and `COMMIT`"
+    root = Path(root or Path(importlib.util.find_spec("llm_speedrun").submodule_search_locations[0]).parent)
+    kind, commit, *changed = source_of(root, "llm_speedrun/__init__.py", "llm_speedrun").replace(",", "").split()
+    return commit + "-dirty"*bool(changed) if kind == "commit" else None
 
 # %% ../../nbs/source/benchmarks/adapters.ipynb #25peer30
 @contextlib.contextmanager

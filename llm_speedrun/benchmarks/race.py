@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec, torch
 
 # %% ../../nbs/source/benchmarks/race.ipynb #race0003
-from .adapters import RACERS, AdapterContext, peer_defaults, source_of
+from .adapters import RACERS, AdapterContext, peer_defaults, source_of, tree_commit
 from .clock import GAUGE, GRID, NEVER, WARM, Diverged, Evaluator, Job
 from .race_report import (paired_table, passing_table, position_table, race_chart,
                                                  race_table, share_race, tried_table)
@@ -90,13 +90,6 @@ def recipe_code():
     "Return the `digest` of the package's recipes: results with another one may have other recipes"
     folder = Path(importlib.util.find_spec("llm_speedrun.recipes").submodule_search_locations[0])
     return digest(*(p.read_text(encoding="utf-8") for p in sorted(folder.glob("*.py"))))
-
-# %% ../../nbs/source/benchmarks/race.ipynb #954f6562
-def tree_commit():
-    "Return the git commit that the package is imported from, `-dirty` if files differ; None outside of git"
-    root = Path(importlib.util.find_spec("llm_speedrun").submodule_search_locations[0]).parent
-    if not (root/".git").exists(): return None
-    return source_of(root, "settings.ini").removeprefix("commit ").replace(", changed", "-dirty")
 
 # %% ../../nbs/source/benchmarks/race.ipynb #race0044
 def race_ours(c): # an `AdapterContext`

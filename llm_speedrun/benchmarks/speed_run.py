@@ -9,11 +9,10 @@ __all__ = []
 import json, math, statistics, subprocess, time, uuid
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 import torch
 from . import peers
-from .adapters import source_of
+from .adapters import tree_commit
 from ..io_utils import InputError, RunError, python_command, read_json, replace_file
 from ..measure import compiler_imported, gpu_uuid, load_records, machine, make_record, version_of
 from ..model_config import train_flops
@@ -67,12 +66,6 @@ def contestant(name, # of one of `own_lists`, or a key of `PEERS`
 
 # %% ../../nbs/source/benchmarks/speed_run.ipynb #90d5edf8
 PACKAGES = "torchao liger-kernel transformers flash-attn-4 quack-kernels bitsandbytes numpy".split()
-
-def tree_commit(root=None): # folder of the checkout, by default this package's
-    "Return the commit of a checkout, with `-dirty` where files differ from it; None without git and `COMMIT`"
-    root = Path(root or Path(find_spec("llm_speedrun").submodule_search_locations[0]).parent)
-    kind, commit, *changed = source_of(root, "llm_speedrun/__init__.py").replace(",", "").split()
-    return commit + "-dirty"*bool(changed) if kind == "commit" else None
 
 def run_facts(run=""): # its name, by default a new one
     "Return what all records of a run have in common, a dict"

@@ -1,14 +1,14 @@
 "A measuring run: what may go on in a file, what its records share, training, what is left out; and the forms of other projects' steps that it adds."
-import json, sys
+import json, subprocess, sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 import pytest, torch
 import bench_peers as program
 from llm_speedrun.benchmarks import peers, speed_run as module
-from llm_speedrun.benchmarks.adapters import CLONED, Nanochat, Peer
+from llm_speedrun.benchmarks.adapters import CLONED, Nanochat, Peer, tree_commit
 from llm_speedrun.benchmarks.peers import (AutoChunker, Transformers, attention_in, build_ours, compile_transformers, contender, race, speed_ratio)
-from llm_speedrun.benchmarks.speed_run import HEADLINE, SpeedRun, contestant, late_stretches, named, own_lists, train_speed, tree_commit
+from llm_speedrun.benchmarks.speed_run import HEADLINE, SpeedRun, contestant, late_stretches, named, own_lists, train_speed
 from llm_speedrun.io_utils import InputError, RunError
 from llm_speedrun.model_config import train_flops
 from llm_speedrun.timing import Measured
@@ -59,6 +59,13 @@ def test_the_commit_of_a_tree(tmp_path):
     assert tree_commit(tmp_path) is None
     (tmp_path/"COMMIT").write_text("0123456789abcdef\n")
     assert tree_commit(tmp_path) == "0123456789ab"
+    git = lambda *words: subprocess.run(["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True, capture_output=True, text=True).stdout
+    (tmp_path/"nbs").mkdir(); (tmp_path/"nbs/a.ipynb").write_text("{}")
+    git("init"); git("add", "llm_speedrun", "nbs"); git("commit", "-m", "a")
+    (tmp_path/"nbs/a.ipynb").unlink() # a lesson: what is measured is the package
+    assert tree_commit(tmp_path) == git("rev-parse", "HEAD")[:12]
+    (tmp_path/"llm_speedrun/__init__.py").write_text("1")
+    assert tree_commit(tmp_path) == git("rev-parse", "HEAD")[:12] + "-dirty"
 
 def test_a_step_of_its_own_size(tmp_path, monkeypatch):
     "The ratio is of tokens per second, so a step of twice the tokens in twice the time is as fast"

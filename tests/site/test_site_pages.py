@@ -223,7 +223,7 @@ def test_only_what_is_needed_of_a_notebook_runs(tmp_path):
 
 def test_other_trainers_are_shown_when_they_are_measured(root):
     change(root, lambda rs: [rs.remove(r) for r in list(rs) if "in_products" in r])
-    shutil.rmtree(root/"nbs/site/measurements/peers")
+    for folder in ("peers", "headline"): shutil.rmtree(root/"nbs/site/measurements"/folder)
     assert "Not measured yet" in build_pages.written("measured/trainers.qmd", root)
     first = lambda rs: dict(rs[0], rung="llm_speedrun", joules=50., parameters=124e6, in_products=1e8, source="code 1", workload="124m")
     change(root, lambda rs: rs.extend([first(rs), first(rs) | dict(rung="nanogpt", before="llm_speedrun", ratio=.5, joules=None)]))

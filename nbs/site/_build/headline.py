@@ -1,6 +1,7 @@
 """The speed that the site leads with: lists of ours and other projects in one interleaved run, on one card, of one commit and one stack.
 Home, README, the page that compares, the page on compilers and the social image take it from here, so that they say the same."""
 import json, textwrap
+from itertools import product
 from pathlib import Path
 from statistics import median
 from llm_speedrun.io_utils import read_json
@@ -19,9 +20,9 @@ NAMES = { # of a record -> what to show; as `PROJECTS` where nothing stands here
     "fastest": "**llm_speedrun**, FP8", "fastest16": "**llm_speedrun**, bf16 only",
     "fastest-installed": "**llm_speedrun**, FP8, as installed", "fastest16-installed": "**llm_speedrun**, bf16, as installed",
     "compile_blocks": "torch.compile by blocks", "compile_whole": "torch.compile as a whole", "compile_flash4": "torch.compile, FlashAttention-4, chunked loss",
-    "compile_autotuned": "the same with max-autotune", "compile_tensorwise": "torch.compile, torchao's FP8", "nanogpt_tensorwise": "nanoGPT, torchao's FP8",
+    "compile_autotuned": "the same with max-autotune", "compile_tensorwise": "torch.compile, torchao's FP8", "compile_rowwise_with_gw_hp": "the same, rowwise, weight gradients in bf16", "nanogpt_tensorwise": "nanoGPT, torchao's FP8",
     "compile_chunker": "torch.compile, its auto-chunker", "nanogpt_rowwise": "nanoGPT, torchao's rowwise FP8", "nanochat_fp8": "nanochat, its FP8",
-    "nanochat_flash4": "nanochat, FlashAttention-4", "nanochat_own_step": "nanochat, steps as its owner's", "transformers": "transformers with Liger",
+    "nanochat_flash4": "nanochat, FlashAttention-4", "nanochat_own_step": "nanochat at its own step", "transformers": "transformers with Liger",
     "transformers_hopper": "transformers with Liger's loss for Hopper", "transformers_liger_compile": "transformers with Liger, compiled",
     "transformers_compile": "transformers, compiled", "transformers_fp8": "transformers, torchao's FP8"}
 EXTRA = {"flash4": "FlashAttention-4", "epilogues": "QuACK", "fp8_epilogues": "QuACK"} # rungs -> the package they need, which pip install leaves out
@@ -72,10 +73,11 @@ def stronger(r, run, folder=MEASUREMENTS): # a record of a run
     return [o for o in raced(folder) if alike(o) and o["rung"] not in run and o["tok_s"] > most]
 
 def leading(folder=MEASUREMENTS, workload=SPINE[0]):
-    "The newest run on the first card that has one, of the same day that with most rivals; without one {}"
+    """The newest run on the first card that has one, of the same day that with most rivals; without one {}. Runs of `bench_peers.py`, which have names and
+    commits, come before older ones"""
     found = runs(workload, folder)
-    for card in CARDS:
-        here = [run for run in found if run[OURS]["gpu"] == card]
+    for named, card in product((True, False), CARDS):
+        here = [run for run in found if run[OURS]["gpu"] == card and ("run" in run[OURS]) == named]
         if here: return max(here, key=lambda run: (run[OURS]["date"], len(rivals(run))))
     return {}
 
@@ -110,6 +112,10 @@ def rivals(run): return {k: r for k, r in run.items() if project(r)}
 def best(run, whose, dtype=None): # a name of `PROJECTS`, "fp8" or "bf16"
     "The project's fastest record, in one precision or in any; None without one"
     return max((r for r in run.values() if project(r) == whose and dtype in (None, r["dtype"])), key=lambda r: r["ratio"], default=None)
+
+def strongest(run):
+    "Ours, and of each project the fastest form in each precision: what there's room for on the home page"
+    return {k: r for k, r in run.items() if not project(r) or r is best(run, project(r), r["dtype"])}
 
 def times_of(run, r, ours=OURS): # a record
     "How many times as fast as a record ours is: median, and its range over the rounds, which is the widest where both were measured against a third"
@@ -216,7 +222,7 @@ def larger(folder=MEASUREMENTS):
 def cautions(run):
     "What to know of the speedups"
     need = f"Our lists need {packages(run)}; *as installed* is without. " if packages(run) else ""
-    return (f"How far to trust this: our FP8 list took turns with one of the others at a time, in one process. "
+    return (f"How far to trust this: our FP8 list was interleaved with one of the others at a time. "
             f"A ratio in bf16 divides two such ratios, with the widest range that they allow. All step on one batch of random tokens. {need}"
             f"No third party has confirmed it; `make confirm` measures again.")
 
@@ -234,4 +240,4 @@ def chart(run, size=(7.4, 4.2)): # in inches
 
 def save_chart(path):
     "The chart of the home page and the README"
-    chart(newest()).figure.savefig(path, dpi=130)
+    chart(strongest(newest())).figure.savefig(path, dpi=130)
