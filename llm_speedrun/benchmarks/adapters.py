@@ -101,8 +101,9 @@ def source_of(path, # folder of a clone
 
 def tree_commit(root=None): # folder of the checkout, by default this package's
     "Return the commit of a checkout, `-dirty` where the package's files differ; None without git and `COMMIT`"
-    root = Path(root or Path(importlib.util.find_spec("llm_speedrun").submodule_search_locations[0]).parent)
-    kind, commit, *changed = source_of(root, "llm_speedrun/__init__.py", "llm_speedrun").replace(",", "").split()
+    package = Path(importlib.util.find_spec("llm_speedrun").submodule_search_locations[0])
+    at = source_of(Path(root or package.parent), "llm_speedrun/__init__.py", "llm_speedrun")
+    kind, commit, *changed = at.replace(",", "").split()
     return commit + "-dirty"*bool(changed) if kind == "commit" else None
 
 # %% ../../nbs/source/benchmarks/adapters.ipynb #25peer30
