@@ -100,7 +100,7 @@ def source_of(path, # folder of a clone
     return f"sha256 {hashlib.sha256((path/file).read_bytes()).hexdigest()[:12]}"
 
 def tree_commit(root=None): # folder of the checkout, by default this package's
-    "Return the commit of a checkout, `-dirty` where the package's files differ; None without git and `COMMIT`"
+    "Return the commit of a checkout, `-dirty` where the package's files differ; None without git or `COMMIT`"
     package = Path(importlib.util.find_spec("llm_speedrun").submodule_search_locations[0])
     at = source_of(Path(root or package.parent), "llm_speedrun/__init__.py", "llm_speedrun")
     kind, commit, *changed = at.replace(",", "").split()
