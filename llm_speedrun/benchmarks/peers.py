@@ -141,7 +141,8 @@ PIP = dict(compile_blocks=PlainCompile(), compile_whole=PlainCompile(whole="yes"
            transformers_fp8=Transformers(compiled=True, fp8="tensorwise"),
            compile_chunker=AutoChunker(), compile_flash4=PlainCompile("flash4", ["chunked_ce"]))
 autotuned = PlainCompile("flash4", ["chunked_ce"], mode="max-autotune-no-cudagraphs")
-PIP |= dict(compile_autotuned=autotuned) | { # and torchao's FP8 in all linear layers
+in_fp8 = PlainCompile("flash4", ["torchao_fp8", "chunked_ce"]) # in layers where FP8 is faster
+PIP |= dict(compile_autotuned=autotuned, compile_flash4_fp8=in_fp8) | { # and torchao's FP8 in all linear layers
     f"compile_{k}": PlainCompile(parts=[f"torchao_fp8:recipe={k}:layers=all"], whole="yes")
     for k in TORCHAO_RECIPES}
 PEERS = PIP | CLONED # name -> its `Adapter`

@@ -39,9 +39,9 @@ def own_lists():
     return found | more | {f"{WITHOUT}{s.name}": without(s.name) for s in fastest}
 
 # %% ../../nbs/source/benchmarks/speed_run.ipynb #0e54d6ac
-HEADLINE = ("fastest16 fastest-installed nanogpt compile_flash4 transformers_liger_compile nanochat "
+HEADLINE = ("fastest16 fastest-installed nanogpt compile_flash4 compile_flash4_fp8 transformers nanochat "
             "compile_whole nanogpt_tensorwise nanochat_own_step nanochat_flash4 fastest16-installed "
-            "transformers nanochat_fp8 transformers_compile compile_chunker compile_tensorwise "
+            "transformers_liger_compile nanochat_fp8 transformers_compile compile_chunker compile_tensorwise "
             "transformers_fp8 transformers_hopper compile_rowwise_with_gw_hp compile_autotuned").split()
 
 def named(names): # of contenders; "headline" stands for `HEADLINE`, "rungs" for `fastest` without each rung

@@ -113,7 +113,7 @@ def test_publish(tmp_path):
 def test_the_front_page_has_each_project():
     "In 8 bits and in 16; what is missing here is only left out"
     assert {"nanogpt", "nanogpt_tensorwise", "nanochat", "nanochat_fp8", "transformers_liger_compile", "transformers_fp8", "compile_autotuned",
-            "compile_tensorwise", "compile_chunker", "nanochat_flash4", "nanochat_own_step"} < {*HEADLINE}
+            "compile_tensorwise", "compile_chunker", "compile_flash4_fp8", "nanochat_flash4", "nanochat_own_step"} < {*HEADLINE}
     assert {*named(["headline", "rungs"])} <= own_lists().keys() | peers.PEERS.keys()
 
 @pytest.mark.parametrize("names, found", [

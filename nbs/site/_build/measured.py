@@ -11,7 +11,7 @@ from llm_speedrun.course import COURSE, course_records, notebook_path
 from llm_speedrun.benchmarks.peers import PEERS
 from llm_speedrun.records import is_current
 from compare import speeds
-from headline import CARDS, LARGER, OURS, OURS_16, best, newest, packages, project, raced, runs, times_of, times_text, when
+from headline import CARDS, LARGER, OURS, OURS_16, best, name, newest, packages, project, raced, runs, times_text, when
 from templating import code, page
 from records import all_records, by_gpu, folder
 
@@ -155,16 +155,18 @@ def compiled(measured): # the folder of measurements
     return [[f"`{r['workload']}`", r["gpu"], f"`{form(r)}`", "FP8" if r["dtype"] == "fp8" else r["dtype"], times_text(run, r), r["date"]]
             for run, r in sorted(forms, key=order)]
 
+IN_FP8 = {OURS_16: (OURS,), "compile_flash4": ("compile_flash4_fp8",), "compile_whole": ("compile_tensorwise", "compile_rowwise", "compile_rowwise_with_gw_hp"),
+          "nanogpt": ("nanogpt_tensorwise", "nanogpt_rowwise"), "nanochat": ("nanochat_fp8",), "transformers_liger_compile": ("transformers_fp8",)} # the same but for the precision
+
 def gains_of_fp8(measured):
-    "Rows of a table: who ran in both precisions within one run, and how much faster in FP8"
+    "Rows of a table: what ran in both precisions within one run, and how much faster the best form in FP8 was"
     rows = []
     for run in (run for w in (SPINE[0], LARGER) for run in runs(w, measured)):
-        for whose in dict.fromkeys(map(project, run.values())):
-            both = [best(run, whose, k) for k in ("bf16", "fp8")] if whose else [run.get(OURS_16), run[OURS]]
-            if not all(both): continue
-            gain, *between = times_of(run, both[0], both[1]["rung"])
-            rows.append([f"`{run[OURS]['workload']}`", run[OURS]["gpu"], whose or "**llm_speedrun**", "{:.2f}× ({:.2f}–{:.2f})".format(gain, *between), run[OURS]["date"]])
-    return rows
+        for form in IN_FP8.keys() & run.keys():
+            if not (found := [run[k] for k in IN_FP8[form] if k in run]): continue
+            fp8 = max(found, key=lambda r: r["ratio"])
+            rows.append([f"`{run[OURS]['workload']}`", run[OURS]["gpu"], name(run[form]), times_text(run, run[form], fp8["rung"]), run[OURS]["date"]])
+    return sorted(rows)
 
 @page("measured/compiler.qmd")
 def compiler_page(root):
