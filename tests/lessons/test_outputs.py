@@ -20,7 +20,7 @@ ANYWHERE = """
     text_files tokenizer corpus records verdicts choices architectures accelerate plugins course compat kernel_ops flash4_ops fp8_dynamic_scaling grouped_ce
     embedding_rows fp8_loss fp8_parts loss_kernels multi_tensor_adamw qk_rope matmul_ops folded_norm fp8_matmul_ops
     fp8_block_parts tp_mappings vocab_parallel resolve train_data ladder report
-    explain datasheets step_prediction console coordinator checkpointer validator callbacks config launch cli run_charts 51_recipe 58_race
+    15_debug_kernels explain datasheets step_prediction console coordinator checkpointer validator callbacks config launch cli run_charts 51_recipe 58_race
     clock adapters speed_run confirm race_report 60_world world interleaved save_sharded spawn liveness sharding 66_cluster 71_evals evals
     export generate pretrained comparison 74_plan race muon_update muon_kernels sharded_muon state recipe_spec unused_rungs mixed_optimizer
     peers trainer doctor metrics telemetry loader format spikes scores
