@@ -6,7 +6,7 @@
 __all__ = ['joules_of']
 
 # %% ../../nbs/source/benchmarks/peers.ipynb #25peer08
-import contextlib, importlib, io, json, logging, os, re, time, torch
+import contextlib, importlib, io, json, logging, os, re, time, torch, torch.nn.functional as F
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,11 +17,13 @@ from ..compat import HOPPER, kernels_missing
 from ..data.batches import Batches
 from ..measure import (Table, caption, default_device, flops_per_token, fmt, make_record, table,
                                   version_of)
+from ..model import rope, set_parts
 from ..profiling import profile_rows
 from ..timing import Measured, speedup, take_turns, warm_up
 from ..records import code_of
 from ..rungs.fp8 import TORCHAO_RECIPES, converted, linear_sizes, to_float8
-from ..runs import build
+from ..rungs.fused_ops import joined
+from ..runs import add_rungs, baseline, build
 from ..rung_registry import find_rung, rung_specs
 from ..step_builder import ROOM_GIB, first_that_fits, micro_batch_sizes
 from ..stepper import Stepper
@@ -45,8 +47,10 @@ class PlainCompile(Adapter):
     def step_missing(self):
         return next((why for s in rung_specs(self.rungs) if (why := s.rung.needs())), "")
 
+    def run(self, config): return build(config, self.rungs)
+
     def step(self, config, path):
-        step = Stepper(build(config, self.rungs))
+        step = Stepper(self.run(config))
         return Peer(step, step.run.model, f"torch {torch.__version__}, {' '.join(self.rungs[3:-1])}")
 
 class AutoChunker(PlainCompile):
@@ -63,6 +67,32 @@ class AutoChunker(PlainCompile):
         peer = super().step(config, path)
         chunked = {"auto_chunker.enable": True, "auto_chunker.amplify_ratio_threshold": 4} # 1b's head is at 6
         peer.step, peer.source = inductor_config.patch(chunked)(peer.step), f"{peer.source}, auto_chunker"
+        return peer
+
+# %% ../../nbs/source/benchmarks/peers.ipynb #25jc0001
+def joined_heads(block, h, cos, sin): # as for `naive_heads`
+    "Compute what `naive_heads` does with one matmul"
+    a, x = block.self_attn, block.input_layernorm(h)
+    linears = a.q_proj, a.k_proj, a.v_proj
+    heads = F.linear(x, joined(x.dtype, *linears)).unflatten(-1, (-1, a.head_dim)).transpose(1, 2)
+    q, k, v = heads.split([l.out_features//a.head_dim for l in linears], 1) # B H T D, B K T D twice
+    return h, rope(a.q_norm(q), cos, sin), rope(a.k_norm(k), cos, sin), v
+
+def joined_feed(block, h): # B T d
+    "Compute what `naive_feed` does with two matmuls"
+    m, x = block.mlp, block.post_attention_layernorm(h)
+    gate, up = F.linear(x, joined(x.dtype, m.gate_proj, m.up_proj)).chunk(2, -1)
+    return h + m.down_proj(F.silu(gate)*up)
+
+class JoinedCompile(PlainCompile):
+    "`PlainCompile` whose matmuls with the same input are one, as in our lists"
+    def run(self, config):
+        change = partial(set_parts, heads=joined_heads, feed=joined_feed)
+        return add_rungs(baseline(config).with_model(change), self.rungs)
+
+    def step(self, config, path):
+        peer = super().step(config, path)
+        peer.source += ", joined matmuls"
         return peer
 
 # %% ../../nbs/source/benchmarks/peers.ipynb #25peer25
@@ -142,7 +172,9 @@ PIP = dict(compile_blocks=PlainCompile(), compile_whole=PlainCompile(whole="yes"
            compile_chunker=AutoChunker(), compile_flash4=PlainCompile("flash4", ["chunked_ce"]))
 autotuned = PlainCompile("flash4", ["chunked_ce"], mode="max-autotune-no-cudagraphs")
 in_fp8 = PlainCompile("flash4", ["torchao_fp8", "chunked_ce"]) # in layers where FP8 is faster
-PIP |= dict(compile_autotuned=autotuned, compile_flash4_fp8=in_fp8) | { # and torchao's FP8 in all linear layers
+PIP |= dict(compile_autotuned=autotuned, compile_flash4_fp8=in_fp8,
+            compile_joined=JoinedCompile("flash4", ["chunked_ce"]))
+PIP |= { # torchao's FP8 in all linear layers
     f"compile_{k}": PlainCompile(parts=[f"torchao_fp8:recipe={k}:layers=all"], whole="yes")
     for k in TORCHAO_RECIPES}
 PEERS = PIP | CLONED # name -> its `Adapter`
@@ -275,13 +307,15 @@ def contender_record(c, # a `Contender` that has raced
     "Return a contender's record: speed, source, weights, joules, attention, and its losses"
     more = {} if c is first else dict(before=first.name, **speed_ratio(first, c))
     shape = c.peer.in_products, c.config.layers, c.config.heads*c.config.head_dim, c.config.seq_len
-    rungs = getattr(getattr(c.peer.step, "run", None), "rungs", ())
+    run = getattr(c.peer.step, "run", None)
+    rungs = run.rungs if run else ()
     in_fp8 = "fp8" in rungs or converted(c.peer.model) # nanochat's layers have the same name as torchao's
     return make_record(c.name, c.measured, batch=c.batch, seq=c.config.seq_len,
                        flops=[flops_per_token(*shape, causal=o) for o in (False, True)], mfu_peak="bf16",
                        workload=c.config.name, dtype="fp8" if in_fp8 else "bf16", rungs=list(rungs),
                        source=c.peer.source, micro=c.micro, parameters=c.peer.parameters,
                        in_products=c.peer.in_products, joules=joules_of(c.step),
+                       options=[*map(str, run.specs())] if run else [],
                        losses=[c.first, c.step().item()], early_loss=c.early, grad_norm=c.norm,
                        attention=attention_of(c.step),
                        code=code_of(rungs) if rungs else None, **more)

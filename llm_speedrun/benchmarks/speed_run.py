@@ -36,10 +36,13 @@ def own_lists():
             for k, rungs in found.items() for name, out in LEFT_OUT.items()}
     fastest = rung_specs(found["fastest"])
     without = lambda name: [s.name for s in without_rung(fastest, name)]
+    kept = [r for r in found["fastest16"] if r not in ("fused_ops", "epilogues")]
+    more["fastest16-compiled"] = [*kept, "bf16_stream", "compile"] # the compiler in their place
     return found | more | {f"{WITHOUT}{s.name}": without(s.name) for s in fastest}
 
 # %% ../../nbs/source/benchmarks/speed_run.ipynb #0e54d6ac
-HEADLINE = ("fastest16 fastest-installed nanogpt compile_flash4 compile_flash4_fp8 transformers nanochat "
+HEADLINE = ("fastest16 fastest-installed nanogpt compile_flash4 compile_flash4_fp8 compile_joined "
+            "fastest16-compiled transformers nanochat "
             "compile_whole nanogpt_tensorwise nanochat_own_step nanochat_flash4 fastest16-installed "
             "transformers_liger_compile nanochat_fp8 transformers_compile compile_chunker compile_tensorwise "
             "transformers_fp8 transformers_hopper compile_rowwise_with_gw_hp compile_autotuned").split()
@@ -167,13 +170,12 @@ def pair_line(r): # a record of `SpeedRun.measure`
 # %% ../../nbs/source/benchmarks/speed_run.ipynb #b2b0cf09
 TRAIN = "from llm_speedrun.cli import speedrun_train; speedrun_train()"
 
-def late_stretches(rows): # of `metrics.jsonl`
-    "Return a step's milliseconds in each logged stretch of the second half, and in all. Raises `RunError`"
+def stretches_of(rows): # of `metrics.jsonl`
+    "Return a step's milliseconds in each logged stretch but the first, and in all. Raises `RunError`"
     marks = [(r["train_s"], r["step"]) for r in rows if r.get("train_s")]
-    late = [m for m in marks if m[0] >= marks[-1][0]/2]
-    if len(late) < 3: raise RunError(f"{len(marks)} logged stretches of steps are too few: train for longer")
+    if len(marks) < 4: raise RunError(f"{len(marks)} logged stretches of steps are too few: train for longer")
     ms = lambda a, b: 1e3*(b[0] - a[0])/(b[1] - a[1])
-    return [ms(a, b) for a, b in zip(late, late[1:])], ms(late[0], late[-1])
+    return [ms(a, b) for a, b in zip(marks, marks[1:])], ms(marks[0], marks[-1])
 
 def trained_rungs(name): # of one of `own_lists`
     "Return what `--rungs` takes for a list in training: a preset, or rungs but those that choose AdamW"
@@ -192,7 +194,7 @@ def train_speed(run, # a `SpeedRun`
     p = subprocess.run(python_command(TRAIN, *words, "--overwrite"), capture_output=True, text=True)
     if p.returncode: raise RunError(f"training {name} failed: {(p.stdout + p.stderr).strip()[-500:]}")
     config, result = (read_json(out/name/f"{k}.json", dict) for k in ("config", "result"))
-    stretches, ms = late_stretches(read_rows(out/name/"metrics.jsonl"))
+    stretches, ms = stretches_of(read_rows(out/name/"metrics.jsonl"))
     tokens, seq, model = config["step_tokens"], run.config.seq_len, run.config
     flops = [train_flops(model, causal=o) for o in (False, True)]
     timed = Measured([[o] for o in stretches], None, result["start"]["seconds"])
@@ -200,5 +202,6 @@ def train_speed(run, # a `SpeedRun`
                     workload=model.name, dtype="fp8" if "fp8" in rungs else "bf16", rungs=rungs,
                     code=code_of(rungs),
                     seconds=seconds, recipe=config.get("recipe"), data=Path(data).name)
-    run.save(with_ms(r, ms) | dict(measured="training")) # of all stretches together, not of the median one
+    whole = with_ms(r, ms) # of all stretches together, not of the median one
+    run.save(whole | dict(measured="training", part="all"))
     return run.find(name, "training")

@@ -8,7 +8,7 @@ import bench_peers as program
 from llm_speedrun.benchmarks import peers, speed_run as module
 from llm_speedrun.benchmarks.adapters import CLONED, Nanochat, Peer, tree_commit
 from llm_speedrun.benchmarks.peers import (AutoChunker, Transformers, attention_in, build_ours, compile_transformers, contender, race, speed_ratio)
-from llm_speedrun.benchmarks.speed_run import HEADLINE, SpeedRun, contestant, late_stretches, named, own_lists, train_speed
+from llm_speedrun.benchmarks.speed_run import HEADLINE, SpeedRun, contestant, stretches_of, named, own_lists, train_speed
 from llm_speedrun.io_utils import InputError, RunError
 from llm_speedrun.model_config import train_flops
 from llm_speedrun.timing import Measured
@@ -81,7 +81,7 @@ def test_a_step_of_its_own_size(tmp_path, monkeypatch):
     assert run_in(tmp_path/"run.json").built("theirs")[2:] == (8, 2) # sequences in a step, and in its largest micro-batch
 
 def test_training(tmp_path, monkeypatch):
-    "Tokens of the second half over its seconds, with the command's own files; an error says what it said"
+    "Tokens of all but the first stretch over their seconds, with the command's own files; an error says what it said"
     def fake_run(words, **kw):
         folder = Path(next(w for w in words if str(w).startswith("--out=")).partition("=")[2])/"fastest16"
         folder.mkdir(parents=True)
@@ -93,11 +93,11 @@ def test_training(tmp_path, monkeypatch):
     run = run_in(tmp_path/"run.json") # asks git
     monkeypatch.setattr(module.subprocess, "run", fake_run)
     r = train_speed(run, "fastest16", "corpus", 20.)
-    assert (r["measured"], r["tok_s"], r["ms"], r["recipe"]) == ("training", pytest.approx(30*64/10), pytest.approx(1e4/30), "speedrun")
+    assert r["part"] == "all" and (r["measured"], r["tok_s"], r["ms"], r["recipe"]) == ("training", pytest.approx(40*64/11), pytest.approx(1.1e4/40), "speedrun")
     assert run.find("fastest16") is None and run.find("fastest16", "training") and r["run"] == run.facts["run"]
     monkeypatch.setattr(module.subprocess, "run", lambda *a, **kw: SimpleNamespace(returncode=2, stdout="", stderr="error: no corpus"))
     with fails(RunError, "no corpus"): train_speed(run, "fastest16", "corpus", 20.)
-    with fails(RunError, "too few"): late_stretches([dict(step=1, train_s=1.), dict(step=2, train_s=2.)])
+    with fails(RunError, "too few"): stretches_of([dict(step=1, train_s=1.), dict(step=2, train_s=2.)])
 
 def test_publish(tmp_path):
     "Records of one run and one kind of card, under the card's name"

@@ -88,6 +88,9 @@ def test_a_stronger_form_on_record_takes_the_rival_out(tmp_path):
         assert ("compile_flash4" not in run) == is_stronger, other
         assert headline.left_out(tmp_path) == (["torch.compile as a whole", "torch.compile, FlashAttention-4, chunked loss"] if is_stronger else [])
         assert ("torch.compile" in headline.speedups(run)) != is_stronger
+    both = [*RACE, contender("compile_tensorwise", .55, dtype="fp8")]
+    kept(kept(tmp_path, both), [contender("compile_autotuned", .7, run="b")], "peers/nvidia-h100.json")
+    assert "torch.compile" not in headline.speedups(headline.newest(tmp_path)), "not its slower precision in place of the faster"
 
 def test_no_number_is_typed():
     "In the prose of the home page: what is measured stands in its outputs"
@@ -111,8 +114,10 @@ def test_facts_of_a_run(tmp_path):
     assert "700 K tokens/s in FP8, 560 K tokens/s in bf16" in facts[2] and "commit 0123abcd" in facts[2] and "older code" not in facts[2]
     assert "1.56× torch.compile, 1.96× nanoGPT" in facts[3] and "1.25× torch.compile, 1.60× nanoGPT** with bf16 on both sides" in facts[4]
     assert facts[5] == "- Training with the default recipe on real text: not measured in that run." and facts[6] == "- A loss."
-    trained = [*RACE, contender("fastest", 1., measured="training", tok_s=6e5)]
-    assert "600 K tokens/s in training" in headline.facts(run_of(tmp_path, trained), "", tmp_path)
+    trained = [*RACE, contender("fastest", 1., measured="training", tok_s=6e5, part="all", seconds=20.)]
+    assert "600 K tokens/s in training** with the default recipe on real text, in the same run." in headline.facts(run_of(tmp_path, trained), "", tmp_path)
+    old = [*RACE, {k: v for k, v in trained[-1].items() if k != "part"}]
+    assert "in the same run (the second half of 20 seconds, with fewer updates a step than the first)." in headline.facts(run_of(tmp_path, old), "", tmp_path)
     assert "not measured in that run" in headline.facts(run_of(tmp_path, [*RACE, trained[-1] | dict(run="b")]), "", tmp_path)
 
 @pytest.mark.parametrize("more", [dict(commit="0123abcd-dirty"), dict(commit=None), dict(code="0123456789abcdef", rungs=["flash"])])

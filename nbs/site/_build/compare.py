@@ -14,10 +14,10 @@ HERE = Path(__file__).resolve().parent
 
 def speeds(run):
     "A table with a row for each contender, the fastest first"
-    def ratio(ours, r, *dtypes): return times_text(run, r, ours) if ours in run and r["dtype"] in dtypes else ""
+    def ratio(ours, r, *dtypes): return times_text(run, r, ours) if ours in run and r["rung"] != ours and r["dtype"] in dtypes else ""
     def row(r):
         shown = [name(r), f"{r['tok_s']:,.0f}", fmt(r["peak_gib"], ".1f")]
-        return [*shown, ratio(OURS, r, "fp8", "bf16"), ratio(OURS_16, r, "bf16")] if project(r) else [*shown, "", ""]
+        return [*shown, ratio(OURS, r, "fp8", "bf16"), ratio(OURS_16, r, "bf16") if project(r) else ""]
     ran = sorted(run.values(), key=lambda r: -r["ratio"])
     return table(["", "tokens/s", "memory, GiB", "our FP8 is", "our bf16 is"], [row(r) for r in ran]) if ran else ""
 

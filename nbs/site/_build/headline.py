@@ -23,7 +23,7 @@ NAMES = { # of a record -> what to show; as `PROJECTS` where nothing stands here
     "compile_autotuned": "torch.compile, FlashAttention-4, max-autotune", "compile_tensorwise": "torch.compile, torchao's FP8", "compile_rowwise_with_gw_hp": "torch.compile, torchao's rowwise FP8", "compile_flash4_fp8": "torch.compile, FlashAttention-4, chunked loss, FP8",
     "nanogpt_tensorwise": "nanoGPT, torchao's FP8",
     "compile_chunker": "torch.compile, its auto-chunker", "nanogpt_rowwise": "nanoGPT, torchao's rowwise FP8", "nanochat_fp8": "nanochat, its FP8",
-    "nanochat_flash4": "nanochat, FlashAttention-4", "nanochat_own_step": "nanochat at its own step", "transformers": "transformers with Liger",
+    "nanochat_flash4": "nanochat, FlashAttention-4", "nanochat_own_step": "nanochat, steps of 8 × the tokens", "transformers": "transformers with Liger",
     "transformers_hopper": "transformers with Liger's loss for Hopper", "transformers_liger_compile": "transformers with Liger, compiled",
     "transformers_compile": "transformers, compiled", "transformers_fp8": "transformers, torchao's FP8"}
 EXTRA = {"flash4": "FlashAttention-4", "epilogues": "QuACK", "fp8_epilogues": "QuACK"} # rungs -> the package they need, which pip install leaves out
@@ -68,10 +68,11 @@ def runs(workload=SPINE[0], folder=MEASUREMENTS):
     return [run for run in map(with_ours, found.values()) if any(map(project, run.values()))]
 
 def stronger(r, run, folder=MEASUREMENTS): # a record of a run
-    "Records of the same project, precision, workload and card that are faster than all of the run, in a form that wasn't in it"
+    """Records of the same project, precision, workload and card in a form that wasn't in the run, and faster than all of it: next to our list on the same
+    day, since tokens per second also depend on the day's clocks, and by more than the rounds vary"""
     alike = lambda o: project(o) == project(r) and all(o[k] == r[k] for k in ("dtype", "gpu", "workload", "batch", "seq"))
-    most = max(o["tok_s"] for o in run.values() if alike(o))
-    return [o for o in raced(folder) if alike(o) and o["rung"] not in run and o["tok_s"] > most]
+    most = max((o for o in run.values() if alike(o)), key=lambda o: o["ratio"])
+    return [o for o in raced(folder) if alike(o) and o["rung"] not in run and o["ratio"] > most.get("ratio_p90", most["ratio"])]
 
 def leading(folder=MEASUREMENTS, workload=SPINE[0]):
     """The newest run on the first card that has one, of the same day that with most rivals; without one {}. Runs of `bench_peers.py`, which have names and
@@ -83,9 +84,10 @@ def leading(folder=MEASUREMENTS, workload=SPINE[0]):
     return {}
 
 def newest(folder=MEASUREMENTS, workload=SPINE[0]):
-    "What the site shows of the run that leads: our lists, and rivals but those with a stronger record elsewhere"
+    "What the site shows of the run that leads: our lists, and projects but those with a stronger record elsewhere, in whichever precision"
     run = leading(folder, workload)
-    return {k: r for k, r in run.items() if (k in NAMES if not project(r) else not stronger(r, run, folder))}
+    weak = {project(r) for r in rivals(run).values() if stronger(r, run, folder)}
+    return {k: r for k, r in run.items() if (k in NAMES if not project(r) else project(r) not in weak)}
 
 def left_out(folder=MEASUREMENTS, workload=SPINE[0]):
     "Names of those rivals"
@@ -152,7 +154,9 @@ def trained_before(folder=MEASUREMENTS):
 
 def trained(run, folder=MEASUREMENTS):
     "A fact: how fast training with the default recipe is"
-    if r := training(run, folder): return f"**{thousands(r)} in training** with the default recipe on real text, in the same run"
+    if r := training(run, folder): # records without `part` have the second half, in which the default recipe takes one or two updates a step
+        part = "" if r.get("part") == "all" else f" (the second half of {r['seconds']:.0f} seconds, with fewer updates a step than the first)"
+        return f"**{thousands(r)} in training** with the default recipe on real text, in the same run{part}"
     before = trained_before(folder)
     other = f"; **{thousands(before)}** on one {before['gpu']} ({before['date']}, commit {before['commit']})" if before else ""
     return f"Training with the default recipe on real text: not measured in that run{other}"
@@ -220,11 +224,20 @@ def larger(folder=MEASUREMENTS):
     return (f"A model of a billion weights (`{LARGER}`, {run[OURS]['gpu']}, {when(run)}): {thousands(run[OURS])} in FP8, "
             f"{speedups(run)}{f'; with bf16 on both sides {bf16}' if bf16 else ''}.")
 
-def cautions(run):
+def between_runs(run, folder=MEASUREMENTS):
+    "By how much the speedup over the same form of a rival has differed between days on this card, the largest: a fraction, 0 without a second day"
+    days = {}
+    for o in raced(folder):
+        if project(o) and all(o[k] == run[OURS][k] for k in ("gpu", "workload", "batch", "seq")): days.setdefault(o["rung"], []).append(o["ratio"])
+    return max((max(rs)/min(rs) - 1 for k, rs in days.items() if k in run), default=0.)
+
+def cautions(run, folder=MEASUREMENTS):
     "What to know of the speedups"
+    moved = between_runs(run, folder)
     need = f"Our lists need {packages(run)}; *as installed* is without. " if packages(run) else ""
     return (f"How far to trust this: our FP8 list was interleaved with one of the others at a time. "
-            f"A ratio in bf16 divides two such ratios, with the widest range that they allow. All step on one batch of random tokens. {need}"
+            f"A ratio in bf16 divides two such ratios. All step on one batch of random tokens. "
+            f"{f'Other days, with older code, gave ratios up to {100*moved:.0f}% apart. ' if moved else ''}{need}"
             f"No third party has confirmed it; `make confirm` measures again.")
 
 def chart(run, size=(7.4, 4.2)): # in inches
