@@ -150,8 +150,9 @@ def show_recorded(name): # a lesson and a name, such as "01_gpu/sizes"
     for c in json.loads(notebook_path(nbs, stem).read_text(encoding="utf-8"))["cells"]:
         if f'show_recorded("{name}")' not in "".join(c["source"]): continue
         for o in c["outputs"]:
-            if "text" in o: print("".join(o["text"]), end="")
-            else: display({k: "".join(v) for k, v in o["data"].items()}, raw=True)
+            said = "".join(o.get("text", "")).splitlines(True)
+            print(*(s for s in said if not s.startswith("saved to ")), sep="", end="")
+            if "data" in o: display({k: "".join(v) for k, v in o["data"].items()}, raw=True)
 
 # %% ../nbs/source/course.ipynb #b398bfc9
 COURSE = "fp32 tf32 bf16 flash fused_ops chunked_ce fp8 cuda_graphs fused_adamw".split()
@@ -355,12 +356,15 @@ def is_stub(answer): # a function or a class
 
 # %% ../nbs/source/course.ipynb #exer0003
 def exercise(number): # as the lesson counts it
-    "Decorate the check of an exercise: called with a stub, it prints that the answer is yours to write"
+    "Decorate the check of an exercise: print that the answer is right, or that a stub is yours to write"
     def decorate(check):
         @wraps(check)
         def checked(*answers):
             if any(map(is_stub, answers)): print(f"Exercise {number}: yours to write")
-            else: return check(*answers)
+            else:
+                res = check(*answers)
+                print(f"Exercise {number}: right")
+                return res
         return checked
     return decorate
 
