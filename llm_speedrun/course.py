@@ -18,15 +18,14 @@ from types import FunctionType
 from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from .measure import (COLORS, NO_GPU, SPINE, Table, course_dir, load_records, on_gpu, progress, publish,
-                                  records_path, rung_names, save_records, smoke, table)
+from .measure import (COLORS, NO_GPU, SPINE, Table, course_dir, load_records, on_gpu, progress,
+                                  publish, records_path, rung_names, save_records, smoke, table)
 from .data.batches import Batches, prefetch
 from .data.corpus import open_corpus
 from .runs import Run, baseline, build
 from .step_builder import bench
 from .stepper import Stepper, enter_all
 from .records import measure_here
-from .rungs.kernel_ops import runs_kernel
 from .verdicts import gain_interval, stays
 
 # %% ../nbs/source/course.ipynb #5d2caa70
@@ -369,9 +368,9 @@ def exercise(number): # as the lesson counts it
     return decorate
 
 # %% ../nbs/source/course.ipynb #06krn002
-MEMORY_OPS = set("""empty empty_like empty_strided new_empty new_empty_strided zeros zeros_like new_zeros full full_like zero_ fill_
-    clone copy_ _to_copy view _unsafe_view reshape slice select split unsqueeze squeeze expand t transpose
-    permute as_strided alias detach set_ arange lift_fresh""".split())
+MEMORY_OPS = set("""empty empty_like empty_strided new_empty new_empty_strided zeros zeros_like new_zeros
+    full full_like zero_ fill_ clone copy_ _to_copy view _unsafe_view reshape slice select split unsqueeze
+    squeeze expand t transpose permute as_strided alias detach set_ arange lift_fresh""".split())
 
 class ComputingOps(TorchDispatchMode):
     "Note in `names` the operations of PyTorch inside that compute, and don't only handle memory"
@@ -386,18 +385,21 @@ def run_in_kernels(f, # the answer to an exercise: a function that launches Trit
                    *args, # of the function
                    launches=1, # how many kernels it may launch
                    grid=None): # of programs, if the exercise asks for one
-    """Return `f(*args)`. Raises `AssertionError` where PyTorch computes in it, where other than `launches` kernels are
-    launched, or over another grid. Without Triton, or its interpreter, only calls the function"""
-    if not runs_kernel(next(a for a in args if isinstance(a, torch.Tensor))): return f(*args)
+    """Return `f(*args)`. Raises `AssertionError` where PyTorch computes in it, where other than `launches`
+    kernels are launched, or over another grid. Without Triton, or its interpreter, only calls the function"""
+    from llm_speedrun.rungs import kernel_ops # not before a lesson has chosen Triton's interpreter
+    if not kernel_ops.runs_kernel(next(a for a in args if isinstance(a, torch.Tensor))): return f(*args)
     from triton.runtime.jit import KernelInterface
     start, grids, read = KernelInterface.__getitem__, [], []
     def count(kernel, grid): grids.append(grid); return start(kernel, grid)
-    def noted_read(name, method):
+    def noted_read(name):
+        method = getattr(torch.Tensor, name)
         def reads(*args, **kwargs): read.append(name); return method(*args, **kwargs)
         return mock.patch.object(torch.Tensor, name, reads)
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(KernelInterface, "__getitem__", count))
-        for k in ("numpy", "tolist", "__array__"): stack.enter_context(noted_read(k, getattr(torch.Tensor, k)))
+        stack.enter_context(mock.patch.object(kernel_ops, "traced", lambda: False)) # `launch` does so, as always
+        for k in ("numpy", "tolist", "__array__"): stack.enter_context(noted_read(k))
         ops = stack.enter_context(ComputingOps())
         try: res = f(*args)
         finally: names = dict.fromkeys(ops.names + read)
