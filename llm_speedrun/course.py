@@ -398,7 +398,7 @@ def run_in_kernels(f, # the answer to an exercise: a function that launches Trit
         return mock.patch.object(torch.Tensor, name, reads)
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(KernelInterface, "__getitem__", count))
-        stack.enter_context(mock.patch.object(kernel_ops, "traced", lambda: False)) # `launch` does so, as always
+        stack.enter_context(mock.patch.object(kernel_ops, "traced", lambda: False)) # `launch` as usual
         for k in ("numpy", "tolist", "__array__"): stack.enter_context(noted_read(k))
         ops = stack.enter_context(ComputingOps())
         try: res = f(*args)
