@@ -4,18 +4,22 @@
 
 # %% auto #0
 __all__ = ['COURSE_GPU', 'COURSE', 'canvas', 'box', 'arrow', 'tiles', 'spine_records', 'recorded', 'noted', 'measure_run',
-           'show_recorded', 'rungs_below', 'course_records', 'you_are_here', 'guess_chart', 'paid_text', 'kinds_chart',
-           'reference_errors', 'train_curve', 'curve_gap', 'curves_chart', 'record_of_gpus', 'publish_of_gpus',
-           'step_timeline', 'draw_timelines', 'show_code', 'exercise']
+           'measure_compiled', 'compiled_table', 'speed_text', 'show_recorded', 'rungs_below', 'course_records',
+           'you_are_here', 'guess_chart', 'paid_text', 'kinds_chart', 'reference_errors', 'train_curve', 'curve_gap',
+           'curves_chart', 'record_of_gpus', 'publish_of_gpus', 'step_timeline', 'draw_timelines', 'show_code',
+           'exercise', 'run_in_kernels']
 
 # %% ../nbs/source/course.ipynb #06crs004
 import inspect, json
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import wraps
 from types import FunctionType
+from unittest import mock
 import torch
-from .measure import (COLORS, NO_GPU, SPINE, course_dir, load_records, on_gpu, progress, publish,
-                                  records_path, rung_names, save_records, smoke)
+from torch.utils._python_dispatch import TorchDispatchMode
+from .measure import (COLORS, NO_GPU, SPINE, Table, course_dir, load_records, on_gpu, progress,
+                                  publish, records_path, rung_names, save_records, smoke, table)
 from .data.batches import Batches, prefetch
 from .data.corpus import open_corpus
 from .runs import Run, baseline, build
@@ -104,6 +108,30 @@ def measure_run(config, rungs=(), before=None, batch=1): # as for `measure_here`
     "Measure a run as `measure_here` does, and on a CPU add what a GPU recorded to each record"
     return noted(measure_here(config, rungs, before, batch))
 
+# %% ../nbs/source/course.ipynb #06cmp002
+def measure_compiled(config, rungs, before, batch=1): # as for `measure_run`
+    "Measure a list over another as `measure_run` does, both under `compile`. Returns their records"
+    compiled = lambda names: [*names, "compile"]
+    old, new = measure_here(config, compiled(rungs), compiled(before), batch)
+    old, new = (r | dict(rung=f"{names[-1]}, compiled") for r, names in ((old, before), (new, rungs)))
+    return noted([old, new | dict(before=old["rung"])])
+
+# %% ../nbs/source/course.ipynb #06cmp003
+def compiled_table(eager, compiled): # pairs of records: the list before, the list with the rung
+    "Return milliseconds of both lists, eager and compiled, and what the rung saves, a `Table`"
+    found = [on_gpu(pair) for pair in (eager, compiled)]
+    if min(map(len, found)) < 2: return Table(NO_GPU)
+    (a, b), (c, d) = found
+    rows = [[a["rung"], f"{a['ms']:.1f}", f"{c['ms']:.1f}"], [b["rung"], f"{b['ms']:.1f}", f"{d['ms']:.1f}"],
+            ["ms that the rung saves", f"{a['ms'] - b['ms']:.1f}", f"{c['ms'] - d['ms']:.1f}"],
+            ["speedup of the rung", *(speed_text(r) for r in (b, d))]]
+    return Table(table(["ms a step", "eager", "compiled"], rows) + f"\n\n{d['gpu']}, {d['date']}")
+
+def speed_text(record): # of a rung, against what came before
+    "Return a record's speedup, with its interval where that is known"
+    span = " ({:.2f} to {:.2f})".format(*ends) if (ends := gain_interval(record)) else ""
+    return f"{record['ratio']:.2f}×{span}"
+
 # %% ../nbs/source/course.ipynb #72d8660f
 def notebook_path(nbs, # the folder of all notebooks
                   stem): # a notebook's name, such as "01_gpu"
@@ -121,8 +149,9 @@ def show_recorded(name): # a lesson and a name, such as "01_gpu/sizes"
     for c in json.loads(notebook_path(nbs, stem).read_text(encoding="utf-8"))["cells"]:
         if f'show_recorded("{name}")' not in "".join(c["source"]): continue
         for o in c["outputs"]:
-            if "text" in o: print("".join(o["text"]), end="")
-            else: display({k: "".join(v) for k, v in o["data"].items()}, raw=True)
+            said = "".join(o.get("text", "")).splitlines(True)
+            print(*(s for s in said if not s.startswith("saved to ")), sep="", end="")
+            if "data" in o: display({k: "".join(v) for k, v in o["data"].items()}, raw=True)
 
 # %% ../nbs/source/course.ipynb #b398bfc9
 COURSE = "fp32 tf32 bf16 flash fused_ops chunked_ce fp8 cuda_graphs fused_adamw".split()
@@ -326,11 +355,55 @@ def is_stub(answer): # a function or a class
 
 # %% ../nbs/source/course.ipynb #exer0003
 def exercise(number): # as the lesson counts it
-    "Decorate the check of an exercise: called with a stub, it prints that the answer is yours to write"
+    "Decorate the check of an exercise: print that the answer is right, or that a stub is yours to write"
     def decorate(check):
         @wraps(check)
         def checked(*answers):
             if any(map(is_stub, answers)): print(f"Exercise {number}: yours to write")
-            else: return check(*answers)
+            else:
+                res = check(*answers)
+                print(f"Exercise {number}: right")
+                return res
         return checked
     return decorate
+
+# %% ../nbs/source/course.ipynb #06krn002
+MEMORY_OPS = set("""empty empty_like empty_strided new_empty new_empty_strided zeros zeros_like new_zeros
+    full full_like zero_ fill_ clone copy_ _to_copy view _unsafe_view reshape slice select split unsqueeze
+    squeeze expand t transpose permute as_strided alias detach set_ arange lift_fresh""".split())
+
+class ComputingOps(TorchDispatchMode):
+    "Note in `names` the operations of PyTorch inside that compute, and don't only handle memory"
+    def __init__(self): super().__init__(); self.names = []
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name not in MEMORY_OPS: self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+# %% ../nbs/source/course.ipynb #06krn003
+def run_in_kernels(f, # the answer to an exercise: a function that launches Triton kernels
+                   *args, # of the function
+                   launches=1, # how many kernels it may launch
+                   grid=None): # of programs, if the exercise asks for one
+    """Return `f(*args)`. Raises `AssertionError` where PyTorch computes in it, where other than `launches`
+    kernels are launched, or over another grid. Without Triton, or its interpreter, only calls the function"""
+    from llm_speedrun.rungs import kernel_ops # not before a lesson has chosen Triton's interpreter
+    if not kernel_ops.runs_kernel(next(a for a in args if isinstance(a, torch.Tensor))): return f(*args)
+    from triton.runtime.jit import KernelInterface
+    start, grids, read = KernelInterface.__getitem__, [], []
+    def count(kernel, grid): grids.append(grid); return start(kernel, grid)
+    def noted_read(name):
+        method = getattr(torch.Tensor, name)
+        def reads(*args, **kwargs): read.append(name); return method(*args, **kwargs)
+        return mock.patch.object(torch.Tensor, name, reads)
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(KernelInterface, "__getitem__", count))
+        stack.enter_context(mock.patch.object(kernel_ops, "traced", lambda: False)) # `launch` as usual
+        for k in ("numpy", "tolist", "__array__"): stack.enter_context(noted_read(k))
+        ops = stack.enter_context(ComputingOps())
+        try: res = f(*args)
+        finally: names = dict.fromkeys(ops.names + read)
+        assert not names, f"PyTorch computes here ({', '.join(names)}): let the kernel do that"
+    assert len(grids) == launches, f"{len(grids)} kernels are launched, and the exercise asks for {launches}"
+    assert grid in (None, grids[0]), f"the grid is {grids[0]}, and the exercise asks for {grid}"
+    return res
