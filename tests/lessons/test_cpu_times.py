@@ -1,6 +1,7 @@
 "What `tests/notebooks.py` notes of a lesson: speedups that this CPU measured and a reader would see."
 import copy, json, pickle, statistics, time
 import pytest
+import notebooks
 from helpers import cpu_times
 from helpers.cells import LESSONS
 from helpers.cpu_times import Clock, Speedup, Took
@@ -57,7 +58,17 @@ def test_charts_are_noted(shown, monkeypatch):
     assert {*shown} == {("the line", "a chart")} # `barh` calls `bar`
     plt.close()
 
+def test_a_lesson_that_shows_one_fails(monkeypatch):
+    "One that may passes, and one that is on the list while it shows none has to leave it"
+    monkeypatch.setattr(cpu_times, "SHOWN", [("print(x)", "2.00")])
+    wrong = lambda name: notebooks.shows_wrongly(f"nbs/{name}.ipynb")
+    assert "2.00: print(x)" in wrong("2_ladder/99_x") and not wrong("1_start/00_start") and not wrong("source/measure") and not wrong("4_training_run/40_trainer")
+    monkeypatch.setattr(cpu_times, "CPU_SPEEDUPS_AWAITING", ["98_y"])
+    assert not wrong("2_ladder/98_y")
+    monkeypatch.setattr(cpu_times, "SHOWN", [])
+    assert "take it out" in wrong("2_ladder/98_y") and not wrong("2_ladder/99_x")
+
 def test_exceptions_are_lessons():
-    names = {p.stem for p in LESSONS}
+    names = {p.stem for p in LESSONS if p.parent.name[0] in cpu_times.PARTS}
     assert {*cpu_times.CPU_SPEEDUPS_AWAITING} <= names and cpu_times.CPU_EXPERIMENTS.keys() - {"00_start"} <= names
     assert not {*cpu_times.CPU_SPEEDUPS_AWAITING} & cpu_times.CPU_EXPERIMENTS.keys()
