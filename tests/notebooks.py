@@ -41,7 +41,7 @@ def shows_wrongly(path):
     "What is wrong with the speedups of this CPU that a lesson has shown, in words; nothing if they belong there"
     stem, shown = Path(path).stem, dict(cpu_times.SHOWN)
     if stem in cpu_times.CPU_EXPERIMENTS or not is_watched(path): return ""
-    if stem in cpu_times.CPU_SPEEDUPS_AWAITING: return "" if shown else f"{path} shows no speedup of a CPU any more: take it out of cpu_times.CPU_SPEEDUPS_AWAITING"
+    if stem in cpu_times.CPU_SPEEDUPS_AWAITING: return "" if shown or not Path("nbs/site/measurements").is_dir() else f"{path} shows no speedup of a CPU any more: take it out of cpu_times.CPU_SPEEDUPS_AWAITING"
     return "".join(f"{path} shows a speedup that this CPU measured, {text}: {line}\n" for line, text in shown.items())
 
 # Starting a process also asks each other one whether it has ended. Its exit code can be read once: of two threads that read it, one finds
