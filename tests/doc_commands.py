@@ -80,6 +80,43 @@ def agrees(shown, real):
     parts = [re.escape(masked(p)) for p in re.split(r"^\.\.\.$", shown, flags=re.M)]
     return bool(re.fullmatch(r"\s*.*?\s*".join(parts), masked(real), re.S))
 
+# Numbers of which only the place is compared: times, versions of packages, what is free on a disk, Python's own files as a corpus
+NUM = r"\d[\d,]*(?:\.\d+)*(?:\+cpu|\+cu\d+)?(?:e[-+]?\d+)?"
+def patterns(*texts): return [re.compile(t.replace("N", NUM)) for t in texts]
+FREE = patterns(r"N (?:s|min|h|seconds|minutes|hours|tokens/s|GiB are free)\b", r"N ms\b(?! \d)", r"\babout N", r"(?:Python|torch|triton|[\w-]+[a-z]-?\d?) N(?=,|$)(?<=\d)",
+    r"stdlib-N-v?N: N (?:tokens to train on|documents), N (?:to validate|bytes of text, N bytes per token)", r"stdlib-N-vN",
+    r'"(?:ms_\w+|tok_s)": N', r"lr-tokens-N-N", r"aten::mm \| [\w ]+ \| N \| N \| N%", r"stopped after step N", r"end within N", r"\(N\) \| N \| N \| N \| N \| -")
+# Numbers that PyTorch's version and the kind of CPU move a little, by `CLOSE` at most: losses, and what is counted of a model
+ROUGH = patterns(r"loss(?:es)?(?: is|\":)? N(?: and N)?", r"bigram model: N", r"(?<![\d.])\d+\.\d{4}(?![\d.])", r"\| N (?=\| N \| N \| N \| - \|)", r"(?<![\d.])\d+\.\d{3}(?= \|| ms \d)",
+                 r"(?<![\d.])\d+\.\d{2}(?=x)")
+CLOSE = .05
+# What follows from the size of a step, where a test takes a sixteenth of the page's
+SIZED = patterns(r"N x N (?:x N )?sequences", r"\bof N tokens", r'"tokens": N', r"s, N K", r"logits by N%", r"loss(?:es)?(?: is|\":)? N(?: and N)?", r"bigram model: N", r"(?<![\d.])\d+\.\d{4}(?![\d.])")
+
+def fixed(text, small):
+    "The text in one line, with numbers that differ from run to run as `N`"
+    text = re.sub(rf"(?s){SAMPLE}.*?{ITS_END}", "SAMPLE", text)
+    text = " ".join(re.sub(r"-{3,}", "---", re.sub(r"-[0-9a-f]{12}\b", "-SUM", "\n".join(told(text)))).split())
+    took = rf"{NUM} (?:s|min {NUM} s|h {NUM} min)"
+    text = re.sub(rf"{took} from start to end:(?:,? {took} (?:start|training|evaluations|checkpoints|samples|the rest|last checkpoint and weights|charts and report))+", "PARTS", text)
+    text = re.sub(rf"(was done after {NUM} seconds:)(?: [A-MO-Za-z' -]+ {NUM},)* [A-MO-Za-z' -]+ {NUM}", r"\1 PHASES", text)
+    for p in [*SIZED*small, *FREE]: text = p.sub(lambda m: re.sub(rf"(?<!\w){NUM}", "N", m[0]), text)
+    return text
+
+def as_number(text): return float(text.replace(",", ""))
+
+def other_numbers(shown, real, small=False): # whether steps of the run were smaller
+    """What a page's numbers say that a run's don't, of which `agrees` says whether the words are the same; '' for nothing. All are compared exactly but
+    those of `FREE`, and those of `ROUGH` up to `CLOSE`"""
+    shown, real = (fixed(t, small) for t in (re.sub(r"(?m)^\.\.\.$", "DOTS", shown), real))
+    marked = shown
+    for p in ROUGH: marked = p.sub(lambda m: re.sub(rf"(?<![\w«]){NUM}", r"«\g<0>»", m[0]), marked)
+    expected = re.findall("«(.*?)»", marked)
+    pattern = re.escape(re.sub("«.*?»", "ROUGH", marked)).replace("ROUGH", f"({NUM})")
+    m = re.fullmatch(re.sub(r"(?:\\ )?DOTS(?:\\ )?", r"\\s*.*?\\s*", pattern), real)
+    if not m: return f"the page has\n{shown}\nand the run printed\n{real}"
+    return "".join(f"{a} on the page and {b} in the run\n" for a, b in zip(expected, m.groups()) if abs(as_number(a) - as_number(b)) > CLOSE*abs(as_number(a)))
+
 def renewed(shown, real):
     "The text of the block, with today's numbers"
     lines = told(real)

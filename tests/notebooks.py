@@ -7,6 +7,7 @@ import faulthandler, gc, multiprocessing, os, sys, tempfile, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import wait
 from pathlib import Path
+from helpers import cpu_times
 from helpers.quick_counts import count_quickly
 from helpers.quick_figures import draw_figures_quickly
 from helpers.quick_kernels import run_kernels_quickly
@@ -27,10 +28,21 @@ def test(path, flags, log):
     if "cuda" not in flags:
         start_quickly(now=True); run_kernels_quickly(); draw_figures_quickly()
         if Path(path).stem not in COUNTING: count_quickly()
+        if is_watched(path): cpu_times.watch()
     gc.collect(); gc.freeze()   # what all begin with: collections of garbage need not look through it each time
     faulthandler.dump_traceback_later(NOTEBOOK_TIMEOUT, exit=True, file=2)
     from nbdev.test import nbdev_test
     nbdev_test(path, flags)
+    if "cuda" not in flags and (wrong := shows_wrongly(path)): sys.exit(wrong)
+
+def is_watched(path): return Path(path).parent.name[:1] in {*cpu_times.PARTS}
+
+def shows_wrongly(path):
+    "What is wrong with the speedups of this CPU that a lesson has shown, in words; nothing if they belong there"
+    stem, shown = Path(path).stem, dict(cpu_times.SHOWN)
+    if stem in cpu_times.CPU_EXPERIMENTS or not is_watched(path): return ""
+    if stem in cpu_times.CPU_SPEEDUPS_AWAITING: return "" if shown or not Path("nbs/site/measurements").is_dir() else f"{path} shows no speedup of a CPU any more: take it out of cpu_times.CPU_SPEEDUPS_AWAITING"
+    return "".join(f"{path} shows a speedup that this CPU measured, {text}: {line}\n" for line, text in shown.items())
 
 # Starting a process also asks each other one whether it has ended. Its exit code can be read once: of two threads that read it, one finds
 # nothing, and calls it 255

@@ -15,7 +15,7 @@ from llm_speedrun.tools import doctor
 from llm_speedrun.train.presets import parse_rungs
 from helpers.prose import measured_numbers
 from helpers.tiny_runs import draw_less
-from doc_commands import ROOT, agrees, blocks, commands, made_ready, pairs, printed_by, renewed, train_pages as pages_of_train, write_files
+from doc_commands import ROOT, agrees, blocks, commands, made_ready, other_numbers, pairs, printed_by, renewed, train_pages as pages_of_train, write_files
 from test_cli import COMMANDS, messages, parser
 
 PAGES = pages_of_train()
@@ -142,10 +142,14 @@ def test_quoted_messages_are_the_packages():
 
 # --- what the commands print ---
 
-def small_steps(body):
+REAL_STEPS = "recipe" # a page whose losses are compared, too
+
+def real_steps(body, page=""): return "speedrun_doctor" in body or page == REAL_STEPS
+
+def small_steps(body, page=""):
     """Steps of 16 sequences instead of 64, where a command says nothing else: enough to tell the form of what is printed. Not for the
-    doctor, whose advice depends on them"""
-    if "speedrun_doctor" in body: return nullcontext()
+    doctor, whose advice depends on them, nor on the page `REAL_STEPS`"""
+    if real_steps(body, page): return nullcontext()
     return patch.object(resolve, "resolve_batch_sizes", lambda c, default, dp=1, divide=resolve.resolve_batch_sizes: divide(c, default//16, dp))
 
 SMALL_STEPS = """from llm_speedrun import cli
@@ -197,11 +201,12 @@ def test_commands_print_what_is_shown(path, ready, tmp_path):
     for shell, output in pairs(text_of(path)):
         assert not output or shell.runs, f"an output that nobody compares:\n{shell.body}"
         if not shell.runs: continue
-        with small_steps(shell.body): said = printed_by(shell.body, folder)
+        with small_steps(shell.body, path.stem): said = printed_by(shell.body, folder)
         assert "Traceback" not in said, said
         passes = re.compile(r"passed over the data (\S+) times") # the same on any machine
         if output and passes.search(output.body): assert passes.findall(output.body) == passes.findall(said)
         if output: assert agrees(output.body, said), f"{shell.body}printed\n{said}\nand the page shows\n{output.body}"
+        if output: assert not (wrong := other_numbers(output.body, said, not real_steps(shell.body, path.stem))), wrong
         else: assert not re.search("^error: ", said, re.M), said
 
 A_RUN = "12 times\n--- sample ---\nabc\n--------------\n\nloss 2.500 after 60 steps\nin runs/a-0123456789ab\n"
@@ -215,6 +220,18 @@ def test_a_busy_machine_names_more_phases():
     (A_RUN.replace("loss", "gain"), False), (A_RUN + "more\n", False), ("...\nloss 3 after 6 steps\n", False), ("12 times\n", False),
     (A_RUN.replace("2.500", "nan"), False), ("...\nsteps\n...\nloss\n...\n", False)], ids=range(14))
 def test_agreement(shown, same): assert agrees(shown, A_RUN) is same
+
+COUNTS = "9 more runs of 5 steps\nvalidation loss 2.500 after 60 steps\nit took 3.1 s at 1,234 tokens/s\n| mm | 71 | 0.915 | 4.988 | 13.654 | - | x |\n4 x 16 sequences of 64\n"
+
+@pytest.mark.parametrize("old, new, small, same", [
+    ("", "", False, True), ("9 more", "8 more", False, False), ("9 more", "8 more", True, False), ("after 60", "after 61", True, False), ("2.500", "2.520", False, True),
+    ("2.500", "2.700", False, False), ("2.500", "2.700", True, True), ("3.1 s", "31 s", False, True), ("1,234", "99", False, True), ("4 x 16", "4 x 1", True, True),
+    ("4 x 16", "4 x 1", False, False), ("71", "72", False, True), ("71", "81", False, False), ("13.654", "13.9", False, True), ("0.915", "0.815", False, False)])
+def test_which_numbers_are_compared(old, new, small, same):
+    assert (other_numbers(COUNTS, COUNTS.replace(old, new), small) == "") is same
+    assert (other_numbers("...\n" + COUNTS.partition("\n")[2], "8 more\n" + COUNTS.partition("\n")[2].replace(old, new), small) == "") is (same or "9 m" in old)
+
+def test_losses_are_compared_in_their_order(): assert other_numbers("loss 2\nloss 3\n", "loss 3\nloss 2\n")
 
 def test_a_busy_machine_takes_hours():
     long = "20,000 steps: about 2.1 hours at 10,603 tokens/s\n"

@@ -3,7 +3,7 @@ that step is the one that could run code again, or leave some out."""
 import ast, re
 import pytest
 from make_readme import ROOT
-from helpers.cells import NBS, cells, directives, exported, parsed, shown, with_outputs
+from helpers.cells import AWAITING, AWAITING_CELLS, NBS, cells, directives, exported, parsed, shown, with_outputs
 from make_readme import text
 
 def code(cell):
@@ -27,9 +27,6 @@ def test_the_site_shows_exported_code(path, processed):
     assert of_package <= {c["id"] for c in cells(processed/path.relative_to(ROOT/"nbs")) if text(c["source"]).strip()}
 
 # --- what a cell says is there ---
-
-# Cells that have yet to be run on the GPU whose numbers the notebooks show, by notebook. A cell leaves this table with its run.
-AWAITING = {"batches": {"4a7605a0", "6a0ac687"}, "encoder_pool": {"d262b423", "e9b96ccb"}}
 
 NO_VALUE = re.compile(r"test_\w+|print|display|close|release|clear|unlink|rmtree|mkdir|append|update|remove|seed|manual_seed|synchronize|load_state_dict|set")
 BLOCKS = ast.For, ast.While, ast.With, ast.Try    # run with the cell; the body of an `if` may not, that of a function does not
@@ -69,11 +66,15 @@ def silent(nb):
 
 @pytest.mark.parametrize("path", with_outputs(NBS), ids=lambda p: p.stem)
 def test_what_a_cell_prints_is_committed(path):
-    found, awaiting = silent(cells(path)), AWAITING.get(path.stem, set())
+    found, awaiting = silent(cells(path)), AWAITING_CELLS.get(path.stem, set())
     assert found <= awaiting, f"{path.name}: cells {sorted(found - awaiting)} print or plot and have no output: run it on the GPU"
-    assert found == awaiting, f"{path.name}: cells {sorted(awaiting - found)} need not stand in AWAITING any more"
+    assert found == awaiting, f"{path.name}: cells {sorted(awaiting - found)} need not stand in helpers.cells.WAITING any more"
 
-def test_awaiting_names_notebooks(): assert AWAITING.keys() <= {p.stem for p in NBS}
+def test_waiting_names_notebooks_and_cells():
+    "Each once, and cells of that notebook"
+    assert len({*AWAITING}) == len(AWAITING) and {*AWAITING} <= {p.stem for p in NBS}
+    for stem, ids in AWAITING_CELLS.items():
+        assert ids == {"*"} or ids <= {c["id"] for p in NBS if p.stem == stem for c in cells(p)}, stem
 
 @pytest.mark.parametrize("source, says", [
     ("print(1)", True), ("for i in x: print(i)\ntest_eq(1, 1)", True), ("with a: print(1)\nx = 1", True), ("x = 1\nx", True),

@@ -283,7 +283,7 @@ def test_make_test_prints_what_is_shown(tmp_path):
     made = (ROOT/"Makefile").read_text(encoding="utf-8")
     assert "$(BIN)/python tests/notebooks.py; notebooks=$$?; \\\n\t$(BIN)/python -m pytest -q" in made
     for folder in ("tests/helpers", "nbs/1_start"): (tmp_path/folder).mkdir(parents=True)
-    for f in ("settings.ini", "tests/notebooks.py", "tests/helpers/quick_counts.py", "tests/helpers/quick_figures.py", "tests/helpers/quick_kernels.py", "tests/helpers/quick_start.py", "tests/helpers/timeouts.py"): shutil.copy(ROOT/f, tmp_path/f)
+    for f in ("settings.ini", "tests/notebooks.py", "tests/helpers/cpu_times.py", "tests/helpers/quick_counts.py", "tests/helpers/quick_figures.py", "tests/helpers/quick_kernels.py", "tests/helpers/quick_start.py", "tests/helpers/timeouts.py"): shutil.copy(ROOT/f, tmp_path/f)
     (tmp_path/".venv").symlink_to(ROOT/".venv")
     nb = dict(cells=[dict(cell_type="code", source="1+1", metadata={}, outputs=[], execution_count=None, id="a")],
               metadata={}, nbformat=4, nbformat_minor=5)
