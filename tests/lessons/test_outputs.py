@@ -17,7 +17,7 @@ def stale(entries): # a dict of what `run_notebook.py` notes, by notebook
 
 # They show names, files, options, records, made-up runs, runs of a very small model on a CPU: nothing that is measured on the GPU
 ANYWHERE = """
-    text_files tokenizer corpus records verdicts choices architectures accelerate plugins course compat kernel_ops flash4_ops fp8_dynamic_scaling grouped_ce
+    00_start text_files tokenizer corpus records verdicts choices architectures accelerate plugins course compat kernel_ops flash4_ops fp8_dynamic_scaling grouped_ce
     embedding_rows fp8_loss fp8_parts loss_kernels multi_tensor_adamw qk_rope matmul_ops folded_norm fp8_matmul_ops
     fp8_block_parts tp_mappings vocab_parallel resolve train_data ladder report
     15_debug_kernels explain datasheets step_prediction console coordinator checkpointer validator callbacks config launch cli run_charts 51_recipe 58_race

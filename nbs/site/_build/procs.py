@@ -318,7 +318,8 @@ class links(Processor):
 # --- the box with a lesson's facts ---
 
 def minutes(cells, words=200, lines=20):    # of text and of code that somebody reads in a minute
-    "Minutes to read a notebook, rounded to five"
+    "Minutes to read a notebook, rounded to five. A glossary at its end is for looking up, and doesn't count"
+    cells = cells[:next((i for i, c in enumerate(cells) if text(c).startswith("## Glossary")), None)]
     prose = sum(len(text(c).split()) for c in cells if c["cell_type"] == "markdown")
     code = [text(c) for c in cells if c["cell_type"] == "code"]
     shown = [s for s in code if not re.search(r"^#\| *(hide|echo: false|code-fold|default_exp)", s, re.M)]

@@ -314,7 +314,7 @@ def api_page(root): return dict(modules=list(modules(root)))
 
 @page("reference/glossary.qmd")
 def glossary_page(root):
-    "Words and what they mean, from the headings below the glossary's in the first notebook"
+    "Words and what they mean, from the headings below the glossary's in the lesson on the GPU"
     text = sources(root/"nbs/1_start/01_gpu.ipynb", "markdown")
     start = next(i for i, t in enumerate(text) if t.startswith("## Glossary"))
     found = [re.fullmatch(r"### (.+?)\n(.*)", t, re.S) for t in text[start + 1:]]
