@@ -8,6 +8,8 @@ __all__ = ['RMSNorm', 'rope_table', 'rope', 'naive_attention', 'Linear', 'Embedd
            'set_parts']
 
 # %% ../nbs/1_start/04_model.ipynb #b7471259
+#| code-summary: "Imports"
+#| code-fold: true
 import torch, torch.nn as nn, torch.nn.functional as F
 from fastcore.basics import patch
 from .io_utils import InputError, lookup

@@ -6,6 +6,8 @@
 __all__ = ['DTYPES', 'ceilings', 'matmul_precision', 'has_fp8', 'matmul_rate', 'op_ms', 'predict_ms', 'by_kind']
 
 # %% ../nbs/1_start/03_roofline.ipynb #ecf1133f
+#| code-summary: "Imports"
+#| code-fold: true
 from contextlib import contextmanager
 from dataclasses import dataclass
 import torch
@@ -14,6 +16,8 @@ from .measure import CachedMeasurement, default_device
 from .timing import time_ms
 
 # %% ../nbs/1_start/03_roofline.ipynb #31955861
+#| code-summary: "`matmul_precision`: set PyTorch's flag inside a `with`, and restore it"
+#| code-fold: true
 @contextmanager
 def matmul_precision(precision): # "highest" is plain FP32; "high" lets FP32 matmuls use TF32
     "Set PyTorch's FP32 matrix precision inside the `with`, and put back exactly what was there before"
