@@ -49,6 +49,8 @@ def naive_attention(q, # B H T D
     return s.masked_fill(future, -torch.inf).softmax(-1) @ v
 
 # %% ../nbs/1_start/04_model.ipynb #8562a9fa
+#| code-summary: "`Linear`, `Embedding`: layers that know their role"
+#| code-fold: true
 class Linear(nn.Linear):
     "A linear layer without a bias, initialised by the model that holds it"
     role = "matrix" # of its weight
@@ -166,6 +168,8 @@ def hidden(self:GPT, x): # x: B T, integer tokens
     return self.last_norm(self, h)
 
 # %% ../nbs/1_start/04_model.ipynb #d71912ca
+#| code-summary: "`roles`, `set_parts`"
+#| code-fold: true
 @patch
 def roles(self:GPT):
     "Return the role of each parameter by name: \"embed\", \"matrix\" or \"vector\""

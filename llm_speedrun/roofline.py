@@ -60,6 +60,8 @@ def copy_rate(nbytes, # size of the source
     return 2*nbytes / time_ms(lambda: dst.copy_(src)).ms * 1e3
 
 # %% ../nbs/1_start/03_roofline.ipynb #7cf5f7e6
+#| code-summary: "`Ceilings`, and what measures them"
+#| code-fold: true
 @dataclass(frozen=True)
 class Ceilings:
     "A device's measured limits: FLOP/s of a large matmul by number format, and bytes/s of a copy"
