@@ -146,6 +146,8 @@ class GPT(nn.Module):
         return F.linear(h, w) if y is None else self.loss(h, w, y)
 
 # %% ../nbs/1_start/04_model.ipynb #3abf2932
+#| code-summary: "`init_weights`: a normal distribution, a seed of its own, and the division by √(2L)"
+#| code-fold: true
 @patch
 @torch.no_grad()
 def init_weights(self:GPT, seed): # of a generator of our own: the process-wide random state stays as it is

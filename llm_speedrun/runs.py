@@ -70,6 +70,8 @@ class Run:
         return default_device() if d.type == "meta" else d # weights that are still to be made
 
 # %% ../nbs/1_start/05_rungs.ipynb #b1e7c25d
+#| code-summary: "`in_step`, `in_forward`, `release`"
+#| code-fold: true
 @patch
 def in_step(self:Run, context): # () -> context manager
     "Return this run with `context` around each step"
@@ -180,6 +182,8 @@ def baseline(config, # a `GPTConfig`
     return run
 
 # %% ../nbs/1_start/05_rungs.ipynb #4d5a2fa0
+#| code-summary: "`add_rungs`, `build`"
+#| code-fold: true
 def add_rungs(run, rungs): # a `Run`; as for `sort_rungs`
     "Return the run with the rungs applied, each at its stage"
     return reduce(lambda run, spec: spec.apply(run), sort_rungs(rungs), run)
