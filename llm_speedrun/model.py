@@ -63,6 +63,8 @@ class Embedding(nn.Embedding):
     def reset_parameters(self): pass
 
 # %% ../nbs/1_start/04_model.ipynb #48d7dbdd
+#| code-summary: "`Attention`: the weights"
+#| code-fold: true
 class Attention(nn.Module):
     "The weights of self-attention with QK-norm and grouped queries"
     def __init__(self, c): # a `GPTConfig`
@@ -158,6 +160,8 @@ def init_weights(self:GPT, seed): # of a generator of our own: the process-wide 
         if p.ndim == 2: p.normal_(std=.02*scale, generator=g)
 
 # %% ../nbs/1_start/04_model.ipynb #d1e04f45
+#| code-summary: "`hidden`: the hidden states of a sequence, which must not be longer than the model's"
+#| code-fold: true
 @patch
 def hidden(self:GPT, x): # x: B T, integer tokens
     "Return the last hidden state, B T d. Raises `InputError` for a sequence longer than the model's"

@@ -52,6 +52,8 @@ def matmul_rate(name, # a key of `DTYPES`
     return 2*n**3 / t.ms * 1e3
 
 # %% ../nbs/1_start/03_roofline.ipynb #bc8417cc
+#| code-summary: "`copy_rate`: bytes per second, each byte read once and written once"
+#| code-fold: true
 def copy_rate(nbytes, # size of the source
               device): # where
     "Measure the bytes per second of a copy, counting bytes read and bytes written"
