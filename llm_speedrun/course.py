@@ -326,12 +326,11 @@ def is_stub(answer): # a function or a class
 
 # %% ../nbs/source/course.ipynb #exer0003
 def exercise(number): # as the lesson counts it
-    "Decorate the check of an exercise: it prints that an answer is right, or that a stub is yours to write"
+    "Decorate the check of an exercise: called with a stub, it prints that the answer is yours to write"
     def decorate(check):
         @wraps(check)
         def checked(*answers):
-            if any(map(is_stub, answers)): return print(f"Exercise {number}: yours to write")
-            check(*answers)
-            print(f"Exercise {number}: right")
+            if any(map(is_stub, answers)): print(f"Exercise {number}: yours to write")
+            else: return check(*answers)
         return checked
     return decorate

@@ -117,6 +117,8 @@ class Block(nn.Module):
     def forward(self, h, cos, sin): return self.layer(self, h, cos, sin) # h: the residual stream
 
 # %% ../nbs/1_start/04_model.ipynb #d5aefecb
+#| code-summary: "`naive_last_norm`, `cross_entropy`: the last norm, and the loss in FP32"
+#| code-fold: true
 def naive_last_norm(model, h): # h: the residual stream that leaves the last block
     "Return the norm of the last hidden state, B T d"
     return model.norm(h)

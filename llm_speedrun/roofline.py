@@ -33,6 +33,8 @@ def matmul_precision(precision): # "highest" is plain FP32; "high" lets FP32 mat
         for b, o in zip(backends, olds): b.fp32_precision = o
 
 # %% ../nbs/1_start/03_roofline.ipynb #84db1a25
+#| code-summary: "`matmul_rate`: FLOP/s of a large matmul in a number format"
+#| code-fold: true
 DTYPES = dict(fp32=torch.float32, tf32=torch.float32, bf16=torch.bfloat16, fp16=torch.float16,
               fp8=torch.float8_e4m3fn)
 
