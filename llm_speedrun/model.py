@@ -8,6 +8,8 @@ __all__ = ['RMSNorm', 'rope_table', 'rope', 'naive_attention', 'Linear', 'Embedd
            'set_parts']
 
 # %% ../nbs/1_start/04_model.ipynb #b7471259
+#| code-summary: "Imports"
+#| code-fold: true
 import torch, torch.nn as nn, torch.nn.functional as F
 from fastcore.basics import patch
 from .io_utils import InputError, lookup
@@ -47,6 +49,8 @@ def naive_attention(q, # B H T D
     return s.masked_fill(future, -torch.inf).softmax(-1) @ v
 
 # %% ../nbs/1_start/04_model.ipynb #8562a9fa
+#| code-summary: "`Linear`, `Embedding`: layers that know their role"
+#| code-fold: true
 class Linear(nn.Linear):
     "A linear layer without a bias, initialised by the model that holds it"
     role = "matrix" # of its weight
@@ -59,6 +63,8 @@ class Embedding(nn.Embedding):
     def reset_parameters(self): pass
 
 # %% ../nbs/1_start/04_model.ipynb #48d7dbdd
+#| code-summary: "`Attention`: the weights"
+#| code-fold: true
 class Attention(nn.Module):
     "The weights of self-attention with QK-norm and grouped queries"
     def __init__(self, c): # a `GPTConfig`
@@ -111,6 +117,8 @@ class Block(nn.Module):
     def forward(self, h, cos, sin): return self.layer(self, h, cos, sin) # h: the residual stream
 
 # %% ../nbs/1_start/04_model.ipynb #d5aefecb
+#| code-summary: "`naive_last_norm`, `cross_entropy`: the last norm, and the loss in FP32"
+#| code-fold: true
 def naive_last_norm(model, h): # h: the residual stream that leaves the last block
     "Return the norm of the last hidden state, B T d"
     return model.norm(h)
@@ -142,6 +150,8 @@ class GPT(nn.Module):
         return F.linear(h, w) if y is None else self.loss(h, w, y)
 
 # %% ../nbs/1_start/04_model.ipynb #3abf2932
+#| code-summary: "`init_weights`: a normal distribution, a seed of its own, and the division by √(2L)"
+#| code-fold: true
 @patch
 @torch.no_grad()
 def init_weights(self:GPT, seed): # of a generator of our own: the process-wide random state stays as it is
@@ -152,6 +162,8 @@ def init_weights(self:GPT, seed): # of a generator of our own: the process-wide 
         if p.ndim == 2: p.normal_(std=.02*scale, generator=g)
 
 # %% ../nbs/1_start/04_model.ipynb #d1e04f45
+#| code-summary: "`hidden`: the hidden states of a sequence, which must not be longer than the model's"
+#| code-fold: true
 @patch
 def hidden(self:GPT, x): # x: B T, integer tokens
     "Return the last hidden state, B T d. Raises `InputError` for a sequence longer than the model's"
@@ -164,6 +176,8 @@ def hidden(self:GPT, x): # x: B T, integer tokens
     return self.last_norm(self, h)
 
 # %% ../nbs/1_start/04_model.ipynb #d71912ca
+#| code-summary: "`roles`, `set_parts`"
+#| code-fold: true
 @patch
 def roles(self:GPT):
     "Return the role of each parameter by name: \"embed\", \"matrix\" or \"vector\""

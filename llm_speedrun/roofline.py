@@ -6,6 +6,8 @@
 __all__ = ['DTYPES', 'ceilings', 'matmul_precision', 'has_fp8', 'matmul_rate', 'op_ms', 'predict_ms', 'by_kind']
 
 # %% ../nbs/1_start/03_roofline.ipynb #ecf1133f
+#| code-summary: "Imports"
+#| code-fold: true
 from contextlib import contextmanager
 from dataclasses import dataclass
 import torch
@@ -14,6 +16,8 @@ from .measure import CachedMeasurement, default_device
 from .timing import time_ms
 
 # %% ../nbs/1_start/03_roofline.ipynb #31955861
+#| code-summary: "`matmul_precision`: set PyTorch's flag inside a `with`, and restore it"
+#| code-fold: true
 @contextmanager
 def matmul_precision(precision): # "highest" is plain FP32; "high" lets FP32 matmuls use TF32
     "Set PyTorch's FP32 matrix precision inside the `with`, and put back exactly what was there before"
@@ -29,6 +33,8 @@ def matmul_precision(precision): # "highest" is plain FP32; "high" lets FP32 mat
         for b, o in zip(backends, olds): b.fp32_precision = o
 
 # %% ../nbs/1_start/03_roofline.ipynb #84db1a25
+#| code-summary: "`matmul_rate`: FLOP/s of a large matmul in a number format"
+#| code-fold: true
 DTYPES = dict(fp32=torch.float32, tf32=torch.float32, bf16=torch.bfloat16, fp16=torch.float16,
               fp8=torch.float8_e4m3fn)
 
@@ -48,6 +54,8 @@ def matmul_rate(name, # a key of `DTYPES`
     return 2*n**3 / t.ms * 1e3
 
 # %% ../nbs/1_start/03_roofline.ipynb #bc8417cc
+#| code-summary: "`copy_rate`: bytes per second, each byte read once and written once"
+#| code-fold: true
 def copy_rate(nbytes, # size of the source
               device): # where
     "Measure the bytes per second of a copy, counting bytes read and bytes written"
@@ -56,6 +64,8 @@ def copy_rate(nbytes, # size of the source
     return 2*nbytes / time_ms(lambda: dst.copy_(src)).ms * 1e3
 
 # %% ../nbs/1_start/03_roofline.ipynb #7cf5f7e6
+#| code-summary: "`Ceilings`, and what measures them"
+#| code-fold: true
 @dataclass(frozen=True)
 class Ceilings:
     "A device's measured limits: FLOP/s of a large matmul by number format, and bytes/s of a copy"

@@ -6,6 +6,8 @@
 __all__ = ['model_loss', 'Run', 'rung', 'UninitializedGPT', 'baseline', 'add_rungs', 'build']
 
 # %% ../nbs/1_start/05_rungs.ipynb #c5602131
+#| code-summary: "Imports"
+#| code-fold: true
 import copy
 from dataclasses import dataclass, field, replace
 from functools import reduce, wraps
@@ -22,14 +24,20 @@ from .rung_registry import (RUNGS, STAGES, RungSpec, check_rung, model_has_parts
 from .stepper import Backward, StepSync, adamw, no_scaler
 
 # %% ../nbs/1_start/05_rungs.ipynb #c0f74138
+#| code-summary: "More imports"
+#| code-fold: true
 from .architectures import check_fits, model_class
 
 # %% ../nbs/1_start/05_rungs.ipynb #ad798e78
+#| code-summary: "`model_loss`: the default loss"
+#| code-fold: true
 def model_loss(model, x, y): # B T tokens, B T tokens that follow
     "Return the mean loss, a scalar, by the model's own forward pass"
     return model(x, y)
 
 # %% ../nbs/1_start/05_rungs.ipynb #97cb0648
+#| code-summary: "`Run`, with all of its fields"
+#| code-fold: true
 @dataclass(frozen=True)
 class Run:
     "What one optimizer step needs. A rung takes a run and returns another; none is ever changed in place"
@@ -62,6 +70,8 @@ class Run:
         return default_device() if d.type == "meta" else d # weights that are still to be made
 
 # %% ../nbs/1_start/05_rungs.ipynb #b1e7c25d
+#| code-summary: "`in_step`, `in_forward`, `release`"
+#| code-fold: true
 @patch
 def in_step(self:Run, context): # () -> context manager
     "Return this run with `context` around each step"
@@ -78,6 +88,8 @@ def release(self:Run):
     for f in self.releases: f()
 
 # %% ../nbs/1_start/05_rungs.ipynb #5b415fd8
+#| code-summary: "`with_model`, `replace_model`: another module tree with the same weights"
+#| code-fold: true
 @patch
 def with_model(self:Run, change): # changes the model that it gets in place
     "Return this run with a changed model: a new module tree that shares the weights of the old one"
@@ -94,6 +106,8 @@ def replace_model(self:Run, change): # from a model that it may change to the on
     return replace(run, model=change(run.model))
 
 # %% ../nbs/1_start/05_rungs.ipynb #48e3b35a
+#| code-summary: "`apply_rung`: what a call of a rung does"
+#| code-fold: true
 def apply_rung(r, # a rung
                f, # the function that it was made from
                run, # the `Run` to apply it to
@@ -109,6 +123,8 @@ def apply_rung(r, # a rung
                    why=new.why | ({name: why} if why else {}))
 
 # %% ../nbs/1_start/05_rungs.ipynb #e490ca2a
+#| code-summary: "`rung`: the decorator"
+#| code-fold: true
 def rung(stage, # when it is applied, one of `STAGES`
          needs=lambda: "", # () -> why this machine can't run it, "" if it can
          untested_reason=lambda: "", # () -> a warning where it has not been run on this kind of GPU, else ""
@@ -134,6 +150,8 @@ def rung(stage, # when it is applied, one of `STAGES`
     return decorate
 
 # %% ../nbs/1_start/05_rungs.ipynb #c185c997
+#| code-summary: "`specs`: a run's rungs, with their options"
+#| code-fold: true
 @patch
 def specs(self:Run):
     "Return the run's rungs as `RungSpec`s, with all options that aren't the defaults"
@@ -144,6 +162,8 @@ def specs(self:Run):
     return [spec(name) for name in self.rungs]
 
 # %% ../nbs/1_start/05_rungs.ipynb #d993021a
+#| code-summary: "`baseline`: the naive FP32 run"
+#| code-fold: true
 class UninitializedGPT(GPT):
     "A `GPT` whose weights are initialized by other code"
     def init_weights(self, seed): pass
@@ -162,6 +182,8 @@ def baseline(config, # a `GPTConfig`
     return run
 
 # %% ../nbs/1_start/05_rungs.ipynb #4d5a2fa0
+#| code-summary: "`add_rungs`, `build`"
+#| code-fold: true
 def add_rungs(run, rungs): # a `Run`; as for `sort_rungs`
     "Return the run with the rungs applied, each at its stage"
     return reduce(lambda run, spec: spec.apply(run), sort_rungs(rungs), run)
