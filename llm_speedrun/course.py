@@ -17,7 +17,7 @@ from functools import wraps
 from types import FunctionType
 from unittest import mock
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from .compat import TorchDispatchMode
 from .measure import (COLORS, NO_GPU, SPINE, Table, course_dir, load_records, on_gpu, progress,
                                   publish, records_path, rung_names, save_records, smoke, table)
 from .data.batches import Batches, prefetch
@@ -144,7 +144,8 @@ def show_recorded(name): # a lesson and a name, such as "01_gpu/sizes"
     from IPython.display import display
     if not (nbs := course_dir()): return print(NO_GPU)
     stem = name.split("/")[0]
-    there = json.loads((nbs/"site/measurements/outputs.json").read_text(encoding="utf-8"))[stem]
+    there = json.loads((nbs/"site/measurements/outputs.json").read_text(encoding="utf-8")).get(stem, {})
+    if there.get("gpu", "CPU") == "CPU": return print("No GPU here, and none has run this lesson yet.")
     print("Recorded on an {gpu}, {date}:".format(**there))
     for c in json.loads(notebook_path(nbs, stem).read_text(encoding="utf-8"))["cells"]:
         if f'show_recorded("{name}")' not in "".join(c["source"]): continue

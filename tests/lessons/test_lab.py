@@ -113,7 +113,8 @@ def test_masked_lanes_warn_of_nothing():
     assert "of numpy" in p.stderr and "interpreter" not in p.stderr
 
 # Cells that are newer than the last run on a GPU
-UNRECORDED = {"03_roofline/roof"}
+UNRECORDED = {"03_roofline/roof", *(f"14_matmul/{k}" for k in "l2 specialized curve parts tuned".split()),
+              *(f"15_debug_kernels/{k}" for k in "repeats memcheck racecheck ncu".split())}
 
 def test_every_recorded_output_is_there():
     "What a CPU shows instead of its own numbers: each name belongs to one cell, of that lesson, with outputs from a GPU"
@@ -121,7 +122,7 @@ def test_every_recorded_output_is_there():
              for name in re.findall(r'show_recorded\("([^"]+)"\)', source(c))]
     assert len(calls) >= 12 and len({name for name, *_ in calls}) == len(calls)
     outputs = json.loads((ROOT/"nbs/site/measurements/outputs.json").read_text(encoding="utf-8"))
-    for name, stem, c in calls: assert name.split("/")[0] == stem and outputs[stem]["gpu"] != "CPU", name
+    for name, stem, c in calls: assert name.split("/")[0] == stem and (name in UNRECORDED or outputs[stem]["gpu"] != "CPU"), name
     assert {name for name, _, c in calls if not c["outputs"]} == UNRECORDED, "what has been recorded leaves the list"
 
 def test_a_cpu_shows_what_a_gpu_recorded(monkeypatch, capsys):
