@@ -605,8 +605,7 @@ def test_kernel_at_124m(rounding, bits):
 @pytest.mark.parametrize("kind", MAKERS)
 def test_compiled_once(kind):
     "Steps, learning rates, seeds and steps not taken don't make Triton compile the kernel again"
-    from llm_speedrun.rungs.fused_adamw import make_fused
-from llm_speedrun.rungs.multi_tensor_adamw import adamw_kernel
+    from llm_speedrun.rungs.multi_tensor_adamw import adamw_kernel
     make, dtype, _ = MAKERS[kind]
     opt = big_update(make, dtype, "tiny")
     opt.step()
