@@ -15,7 +15,7 @@ from helpers.quick_start import start_quickly
 from helpers.timeouts import NOTEBOOK_TIMEOUT
 
 # They take the longest, so they begin first: at the end no core waits for one of them
-LONG = """40_trainer 20_compile 73_finale 23_optim 22_checkpointing 16_fused_ops 45_doctor doctor 33_fewer_passes 31_flash4 24_ladder 34_epilogues 75_claims
+LONG = """40_trainer 20_compile 73_finale 42_memory 22_checkpointing 16_fused_ops 45_doctor doctor 33_fewer_passes 31_flash4 24_ladder 34_epilogues 75_claims
     05_rungs 62_ddp 43_loader loader liveness 63_fsdp 19_fused_fp8 17_chunked_ce 18_fp8 32_fewer_bytes comparison 64_tensor_parallel 59_beyond
     57_speedrun 21_cuda_graphs 11_amp""".split()
 

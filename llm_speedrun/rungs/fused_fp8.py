@@ -77,6 +77,7 @@ class Fp8MLP(torch.autograd.Function):
     forward, backward = staticmethod(_mlp_forward), staticmethod(_mlp_backward)
 
 # %% ../../nbs/2_ladder/19_fused_fp8.ipynb #eba1fa15
+#| code-fold: true
 def _heads_forward(ctx, x, y, w, wq, wk, wv, qn, kn, cos, sin, eps, *slots):
     s, D = Slots(*slots), qn.shape[0]
     flat = lambda t: None if t is None else t.flatten(0, 1)
@@ -90,6 +91,7 @@ def _heads_forward(ctx, x, y, w, wq, wk, wv, qn, kn, cos, sin, eps, *slots):
     return h.view(x.shape), qk[:, :, :H], qk[:, :, H:], qkv[:, :, qk.shape[2]:]
 
 # %% ../../nbs/2_ladder/19_fused_fp8.ipynb #17headb1
+#| code-fold: true
 @once_differentiable
 def _heads_backward(ctx, dh, dq, dk, dv):
     h, r, n8t, w8t, qkv, w, qn, kn, cos, sin = ctx.saved_tensors
@@ -107,6 +109,7 @@ class Fp8Heads(torch.autograd.Function):
     forward, backward = staticmethod(_heads_forward), staticmethod(_heads_backward)
 
 # %% ../../nbs/2_ladder/19_fused_fp8.ipynb #b3d63b13
+#| code-fold: true
 def fp8_heads(block, h, cos, sin): # h: the residual stream B T d, or a pair of it and what is to be added
     "Compute the block's part `heads`: the norm and the matmul for Q, K and V in FP8"
     a, norm = block.self_attn, block.input_layernorm

@@ -16,7 +16,7 @@ WAITING = """
     01_gpu 02_measure 03_roofline batches:4a7605a0,6a0ac687 token_files 04_model 05_rungs io_utils 10_tf32 11_amp 12_flash:12cmp002 13_triton
     16_fused_ops:fo16cmp3 17_chunked_ce:ce0cmp03 18_fp8 fp8_kernels 19_fused_fp8 20_compile 21_cuda_graphs:643da7c1,d051a09f 22_checkpointing 23_optim 24_ladder 31_flash4 37_documents
     38_peers 75_claims 32_fewer_bytes 33_fewer_passes 34_epilogues 36_loss_epilogue 35_fp8_epilogues 40_trainer
-    41_checkpoints save run_dir 44_metrics 45_doctor machine_checks encoder_pool:d262b423,e9b96ccb prepare_data 43_loader
+    41_checkpoints 42_memory save run_dir 44_metrics 45_doctor machine_checks encoder_pool:d262b423,e9b96ccb prepare_data 43_loader
     50_schedules 52_batch 53_muon 54_fast_muon 55_normuon 56_architecture 57_speedrun 59_beyond model_registry
     61_collectives 62_ddp 63_fsdp 64_tensor_parallel 65_sharded_checkpoints load 70_generate sample
     72_export 73_finale corpus train_data 51_recipe 58_race 66_cluster""".split()

@@ -58,7 +58,7 @@ def there(tmp_path_factory):
 def test_every_module_imports(there):
     "Every module imports without Triton, torchao, Liger, pyplot, network and CUDA, and a step with all rungs runs there"
     assert {"measure", "data.batches", "model", "rungs.tf32", "rungs.amp", "rungs.flash", "rungs.fused_ops", "rungs.chunked_ce", "rungs.fp8", "rungs.fused_fp8",
-            "rungs.compile", "rungs.checkpointing", "rungs.optim", "train.trainer", "train.ladder"} <= set(MODULES)
+            "rungs.compile", "rungs.checkpointing", "rungs.fused_adamw", "rungs.optim", "train.trainer", "train.ladder"} <= set(MODULES)
     assert {f"llm_speedrun.{m}" for m in MODULES} <= set(there["new"]) and 0 < there["loss"] < 20
 
 def test_nothing_is_missed_aloud(there):

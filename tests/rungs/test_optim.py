@@ -12,8 +12,9 @@ from llm_speedrun.runs import baseline, build
 from llm_speedrun.rung_registry import check_rung, find_rung
 from llm_speedrun.step_builder import make_step
 from llm_speedrun.stepper import Stepper, adamw
+from llm_speedrun.rungs.fused_adamw import make_fused
 from llm_speedrun.rungs.multi_tensor_adamw import AdamW8bit, Bf16AdamW, bf16_matrices, bf16_weights, make_8bit, make_bf16, update_triton
-from llm_speedrun.rungs.optim import (BLOCK, MOMENT_BLOCK, SMALL, decode_moments, encode_moments, in_blocks, join_fp32, make_fused, philox, random_bits,
+from llm_speedrun.rungs.optim import (BLOCK, MOMENT_BLOCK, SMALL, decode_moments, encode_moments, in_blocks, join_fp32, philox, random_bits,
                                       split_fp32, stochastic_round, update_torch)
 from llm_speedrun.checkpoint.format import flatten_state, unflatten_state
 from helpers.torch_globals import changed, flags, random_states
