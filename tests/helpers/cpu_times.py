@@ -6,7 +6,7 @@ import functools, linecache, sys, time
 # Lessons that show a speedup of the reader's own CPU, or of a rate over another -> why
 CPU_EXPERIMENTS = {"00_start": "what a CPU gains", "03_roofline": "FLOP per byte of this machine: no speedup"}
 # Lessons that still show others, as of 2026-11-29: empty when these are rewritten
-CPU_SPEEDUPS_AWAITING = "02_measure 11_amp 12_flash".split()
+CPU_SPEEDUPS_AWAITING = "12_flash".split()
 PARTS = "12" # of the course, by the first digit of a folder, that keep to this; the others haven't been looked at yet
 SHOWN = [] # pairs of a notebook's line and the text
 
