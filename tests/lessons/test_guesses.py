@@ -7,8 +7,6 @@ from llm_speedrun.measure import SPINE
 from helpers.cells import LESSONS, directives, output_text, parsed, read_once, source
 from make_readme import ROOT
 
-# Lessons that show a result first, as of 2026-11-29: empty when these are rewritten
-AWAITING = []
 GUESS = re.compile(r"^.*= .*#.*\byours\b", re.M)
 SHOWS = "measure_run", "measure_here", "measure_ladder", "ladder_table", "ladder_chart", "paid_text", "guess_chart"
 
@@ -67,8 +65,7 @@ def records(path):
 @pytest.mark.parametrize("path", [p for p in LESSONS if p.parent.name[0] in "12"], ids=lambda p: p.stem)
 def test_the_reader_guesses_first(path):
     wrong = [*shown_too_early(read_once(path)["cells"], records(path))]
-    if path.stem in AWAITING: assert wrong, f"{path.stem} need not stand in AWAITING any more"
-    else: assert not wrong, f"{path.name}:\n  " + "\n  ".join(wrong)
+    assert not wrong, f"{path.name}:\n  " + "\n  ".join(wrong)
 
 # --- the rule itself ---
 
